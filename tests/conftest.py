@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -20,6 +21,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Programs run by hand or by a launcher, not tests: importing them for doctests would need the engines' packages.
 collect_ignore_glob = ["engines/*.py", "bench_*.py"]
+
+ENGINE_PACKAGES = ("gguf", "numpy", "tokenizers", "xllamacpp")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Without the engines' packages the tests that need them are left out, unless REQUIRE_ENGINES=1 forbids it."""
+    if item.get_closest_marker("engine") and os.environ.get("REQUIRE_ENGINES") != "1":
+        missing = [name for name in ENGINE_PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
+            pytest.skip(f"needs the packages of the `engines` group, not installed here: {', '.join(missing)}")
+
 
 RunProgram = Callable[..., "subprocess.CompletedProcess[str]"]
 

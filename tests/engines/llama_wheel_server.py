@@ -86,9 +86,7 @@ def server_parameters(args: argparse.Namespace) -> Any:
     params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{args.cache_type_v.upper()}")
     params.cache_ram_mib = args.cache_ram
     params.cont_batching = args.cont_batching
-    params.flash_attn_type = getattr(
-        xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash_attn}"
-    )
+    params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash_attn}")
     params.kv_unified = args.kv_unified
     params.endpoint_metrics = args.metrics
     params.endpoint_slots = args.slots
