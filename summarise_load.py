@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import io
 import json
 import math
@@ -98,7 +99,8 @@ TAIL_RATIO = 1.5  # TPOT p90 / p50: "far above"
 FALL = 0.95  # throughput below this share of the level before it has fallen, not wobbled
 LOW_IN_FLIGHT = 0.75  # of c; at c = 20 that is 15, the lab's own line
 CPU_HIGH = 0.8  # of one core: the client's event loop is then rarely idle
-LAG_SHARE = 0.1  # client delay as a share of TPOT that makes it part of the figure
+LAG_SHARE = 0.25  # client delay as a share of TPOT (or TTFT) that makes it part of the figure
+LAG_MIN_S = 0.002  # an event loop's timers are a millisecond coarse: less lateness says nothing
 CONNECT_SHARE = 0.2  # connect p90 as a share of TTFT p90
 CACHE_POINTS = 0.10  # cached share differing by more than this between neighbouring levels
 SPLIT_SHARE = 0.5  # of the mean time to first token: the part that dominates it
@@ -853,6 +855,196 @@ def find_curve(book: Notebook, name: str) -> Curve:
     raise ResultError(f"no label {name!r} in {book.path}; it holds: {known}")
 
 
+class Span(NamedTuple):
+    """The true values that a printed one can stand for."""
+
+    low: float
+    high: float
+
+    def meets(self, other: Span) -> bool:
+        return self.low <= other.high and other.low <= self.high
+
+    def times(self, other: Span) -> Span:
+        """Of figures that are not negative."""
+        return Span(self.low * other.low, self.high * other.high)
+
+    def over(self, other: Span) -> Span:
+        """Of figures that are not negative; a divisor that may be 0 leaves the quotient unbounded."""
+        return Span(self.low / other.high, self.high / other.low if other.low > 0 else math.inf)
+
+    def minus(self, other: Span) -> Span:
+        return Span(self.low - other.high, self.high - other.low)
+
+
+# A writer may round twice (a request to a nanosecond, then its level to a microsecond), and sums of floats are off in
+# their last bits: both widen a printed value's interval by less than this.
+HALF_SLACK = 1.01
+FLOAT_SLACK = 1e-9
+
+
+def span(value: float) -> Span:
+    """A printed figure as the interval of half its last printed digit to either side; a count is exact.
+
+    >>> span(40), Span(11.9, 12.1).meets(span(Printed("12.3"))), Span(11.9, 12.26).meets(span(Printed("12.3")))
+    (Span(low=40.0, high=40.0), False, True)
+    """
+    if not isinstance(value, Printed):
+        return Span(float(value), float(value))
+    reach = value.half * HALF_SLACK + abs(value) * FLOAT_SLACK
+    return Span(max(0.0, value - reach), value + reach)
+
+
+def measured(record: Record, path: str) -> Span | None:
+    """The interval of a printed figure, or None where the record does not have it."""
+    value = record.number(path)
+    return None if value is None else span(value)
+
+
+def says(record: Record, path: str) -> str:
+    """A field as it is printed, for a finding."""
+    value = record.raw(path)
+    return f"{path} {value.text if isinstance(value, Printed) else json.dumps(value)}"
+
+
+# ------------------------------------------------------------------------- recomputing levels from per-request lines
+
+LevelKey = tuple[str, str, int, int]  # label, run id, repeat, c
+
+
+@dataclass
+class RawFile:
+    """The per-request lines of a --raw file, by the level they belong to."""
+
+    path: str
+    levels: dict[LevelKey, list[Mapping[str, Any]]] = field(default_factory=dict)
+    damaged: list[Remark] = field(default_factory=list)
+
+
+def read_raw(path: str) -> RawFile:
+    """Read a --raw file. Raises UserError where it cannot be read or holds no request at all."""
+    raw = RawFile(path)
+    for number, line, cut in file_lines(path):
+        text = line.decode("utf-8", errors="replace").strip("\ufeff \t\r\n")
+        if not text:
+            continue
+        try:
+            data = parse_json(text)
+            if cut or not isinstance(data, dict) or not all(map(is_count, (data["repeat"], data["concurrency"]))):
+                raise ValueError("no per-request record")
+            key = (str(data["label"]), str(data["run_id"]), int(data["repeat"]), int(data["concurrency"]))
+        except KeyError as error:
+            raw.damaged.append(Remark(number, f"no per-request record: {error.args[0]} is missing"))
+        except ValueError as error:
+            raw.damaged.append(Remark(number, json_fault(error)))
+        else:
+            raw.levels.setdefault(key, []).append(data)
+    if not raw.levels:
+        raise UserError(f"{path} holds no per-request record: load_test.py --raw FILE writes them")
+    return raw
+
+
+def level_key(record: Record) -> LevelKey:
+    return record.label, record.run, record.repeat, record.concurrency
+
+
+def spans_of(requests: Iterable[Mapping[str, Any]], path: str) -> list[Span]:
+    """The intervals of one figure over the requests that have it."""
+    return [span(value) for request in requests if (value := as_number(request.get(path))) is not None]
+
+
+def nearest_rank(spans: Sequence[Span], percent: int) -> Span:
+    """The interval of a nearest-rank percentile; 0 % is the smallest value."""
+    rank = max(1, -(-percent * len(spans) // 100))
+    return Span(sorted(item.low for item in spans)[rank - 1], sorted(item.high for item in spans)[rank - 1])
+
+
+def mean_span(spans: Sequence[Span]) -> Span:
+    count = len(spans)
+    return Span(math.fsum(item.low for item in spans) / count, math.fsum(item.high for item in spans) / count)
+
+
+def total_span(*spans: Span) -> Span:
+    return Span(math.fsum(item.low for item in spans), math.fsum(item.high for item in spans))
+
+
+def raw_spans(requests: Sequence[Mapping[str, Any]], concurrency: int) -> dict[str, Span]:
+    """Every measured figure of a level that follows from its requests, as an interval."""
+    good = [request for request in requests if request.get("ok") is True]
+    found: dict[str, Span] = {}
+    for name in ("ttft_s", "tpot_s", "e2e_s", "connect_s", "output_tokens_per_request"):
+        spans = spans_of(good, "output_tokens" if name == "output_tokens_per_request" else name)
+        if name == "output_tokens_per_request":
+            spans = [Span(round(item.low), round(item.high)) for item in spans]
+        for key, percent in zip(STATISTICS[:6], (0, 50, 90, 95, 99, 100)) if spans else ():
+            found[f"{name}.{key}"] = nearest_rank(spans, percent)
+        if spans:
+            found[f"{name}.mean"] = mean_span(spans)
+    timed = [[spans_of([request], path) for path in ("started_s", "connect_s", "ended_s")] for request in requests]
+    if timed and all(all(parts) for parts in timed):
+        ends = [total_span(*(part[0] for part in parts)) for parts in timed]
+        wall = nearest_rank(ends, 100)
+        busy = total_span(*(part[0] for parts in timed for part in parts[1:]))
+        found["wall_s"] = wall
+        if wall.low > 0:
+            in_flight = busy.over(wall)
+            found["mean_in_flight"] = Span(min(in_flight.low, concurrency), min(in_flight.high, concurrency))
+    prompts = [value for request in good if (value := as_number(request.get("prompt_tokens"))) is not None]
+    cached = [as_number(request.get("cached_tokens")) for request in good]
+    if prompts:
+        found["prompt_tokens_mean"] = mean_span([Span(float(value), float(value)) for value in prompts])
+    if any(value is not None for value in cached):
+        found["cached_tokens_mean"] = mean_span([Span(float(value or 0), float(value or 0)) for value in cached])
+    return found
+
+
+def raw_counts(record: Record, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every count of a level that follows from its requests."""
+    good = [request for request in requests if request.get("ok") is True]
+    bad = [request for request in requests if request.get("ok") is not True]
+    counts: dict[str, Any] = {
+        "requests": len(requests),
+        "completed": len(good),
+        "failed": len(bad),
+        "output_tokens": sum(int(as_number(request.get("output_tokens")) or 0) for request in good),
+        "coalesced": sum(request.get("coalesced") is True for request in good),
+        "finish_reasons": tally_by(good, "finish"),
+        "errors": tally_by(bad, "error_class"),
+    }
+    slo_ttft_s, slo_tpot_s = record.number("slo_ttft_s"), record.number("slo_tpot_s")
+    if slo_ttft_s is not None and slo_tpot_s is not None:
+        counts["within_slo"] = sum(request_within(request, slo_ttft_s, slo_tpot_s) for request in good)
+    return counts
+
+
+def tally_by(requests: Sequence[Mapping[str, Any]], path: str) -> dict[str, int]:
+    names = [str(request.get(path) or "none") for request in requests]
+    return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+def request_within(request: Mapping[str, Any], slo_ttft_s: float, slo_tpot_s: float) -> bool:
+    """Whether a successful request meets both limits; below 2 tokens there is no TPOT to miss its own."""
+    ttft, tpot = as_number(request.get("ttft_s")), as_number(request.get("tpot_s"))
+    return ttft is not None and ttft <= slo_ttft_s and (tpot is None or tpot <= slo_tpot_s)
+
+
+def raw_differences(record: Record, requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each figure of a level record that its per-request lines do not give."""
+    said = []
+    for path, count in raw_counts(record, requests).items():
+        written = record.raw(path)
+        if (
+            written is not None
+            and ({name: int(number) for name, number in written.items()} if isinstance(count, dict) else written)
+            != count
+        ):
+            said.append(f"{says(record, path)}, but its requests give {json.dumps(count)}")
+    for path, recomputed in raw_spans(requests, record.concurrency).items():
+        printed = measured(record, path)
+        if printed is not None and not printed.meets(recomputed):
+            said.append(f"{says(record, path)}, but its requests give {(recomputed.low + recomputed.high) / 2:.6g}")
+    return said
+
+
 # ------------------------------------------------------------------------------------------------------------ rules
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
@@ -874,6 +1066,7 @@ class Audit:
 
     book: Notebook
     curves: Mapping[str, Curve]
+    raw: RawFile | None = None
 
     def with_prompts(self, prompt_set: str) -> list[tuple[Curve, list[Level]]]:
         """The curves that have levels of one prompt set, with those levels."""
@@ -1090,27 +1283,31 @@ def client_evidence(level: Level) -> str | None:
     low = in_flight is not None and level.usable and in_flight < LOW_IN_FLIGHT * level.c
     if low and all(record.schema == 1 for record in level.records):
         return f"possibly: in flight {in_flight:.1f} of {level.c} (or the level was short and drained)"
-    busy = client_load(level)
-    if low and busy:
-        return f"in flight {in_flight:.1f} of {level.c}, {busy}"
-    return client_floor(level)
+    cpu = level.figure("client.cpu_fraction")
+    reasons = [reason for reason in (client_lag(level), client_floor(level)) if reason]
+    if low and cpu is not None and cpu > CPU_HIGH:
+        reasons.append(f"client CPU {cpu:.0%} of one core")
+    if low and reasons:
+        reasons.insert(0, f"in flight {in_flight:.1f} of {level.c}")
+    return ", ".join(reasons) or None
 
 
-def client_load(level: Level) -> str | None:
-    """What shows the client's event loop as busy: CPU near one core, or lag that is a sizeable part of TPOT."""
-    cpu, lag, tpot = (level.figure(path) for path in ("client.cpu_fraction", "client.loop_lag_s.p99", "tpot_s.p50"))
-    if cpu is not None and cpu > CPU_HIGH:
-        return f"client CPU {cpu:.0%} of one core"
-    if lag is not None and tpot and lag > LAG_SHARE * tpot:
+def client_lag(level: Level) -> str | None:
+    """The event loop's lateness, where it is a sizeable part of TPOT (and more than a timer's coarseness)."""
+    lag, tpot = level.figure("client.loop_lag_s.p99"), level.figure("tpot_s.p50")
+    if lag is not None and tpot and lag > max(LAG_SHARE * tpot, LAG_MIN_S):
         return f"client loop lag p99 {1000 * lag:.1f} ms against a TPOT of {1000 * tpot:.1f} ms"
     return None
 
 
 def client_floor(level: Level) -> str | None:
-    """The calibrated cost of reading one delta, times c, where that is a sizeable part of a decode step."""
+    """The calibrated cost of this client, where it is a sizeable part of a decode step or of TTFT."""
     floor, tpot = level.figure("client.floor_us_per_delta"), level.figure("tpot_s.p50")
     if floor is not None and tpot and floor * 1e-6 * level.c > LAG_SHARE * tpot:
         return f"reading {level.c} deltas costs {floor * level.c / 1000:.2f} ms of a TPOT of {1000 * tpot:.1f} ms"
+    floor_ttft, ttft = level.figure("client.floor_ttft_s"), level.figure("ttft_s.p50")
+    if floor_ttft is not None and ttft and floor_ttft > LAG_SHARE * ttft:
+        return f"this client alone takes {1000 * floor_ttft:.1f} ms of a TTFT of {1000 * ttft:.1f} ms"
     return None
 
 
@@ -1144,11 +1341,286 @@ def rule_summary(audit: Audit) -> Finding:
     return Finding("curve-summary", PASS if labels else WARN, ", ".join(dict.fromkeys(labels)) or hint)
 
 
+def is_negative(record: Record) -> list[str]:
+    """No count, time or rate is below 0."""
+    paths = [*COUNT_FIELDS, *MEASURE_FIELDS, *(f"{name}.{key}" for name in STATISTIC_FIELDS for key in STATISTICS)]
+    return [f"{says(record, path)} is negative" for path in paths if (record.number(path) or 0.0) < 0.0]
+
+
+def miscounted(record: Record) -> list[str]:
+    """completed + failed = requests; what counts successes or failures adds up to them."""
+    said = []
+    requests, completed, failed = (record.count(path) for path in ("requests", "completed", "failed"))
+    if requests is not None and completed is not None and failed is not None:
+        ended = completed + failed
+        if ended > requests or (ended < requests and not record.interrupted):
+            said.append(f"completed {completed} + failed {failed} = {ended}, but requests {requests}")
+    for path, total, name in (("finish_reasons", completed, "completed"), ("errors", failed, "failed")):
+        block = record.data.get(path)
+        if block is not None and total is not None and sum(map(int, block.values())) != total:
+            said.append(f"{path} add up to {sum(map(int, block.values()))}, but {name} {total}")
+    for path in ("within_slo", "coalesced"):
+        count = record.count(path)
+        if count is not None and completed is not None and count > completed:
+            said.append(f"{path} {count} is more than completed {completed}")
+    return said
+
+
+def misrated(record: Record) -> list[str]:
+    """Each rate is its count / wall_s."""
+    said = []
+    wall = measured(record, "wall_s")
+    for count_path, rate_path in (
+        ("output_tokens", "output_tokens_per_s"),
+        ("completed", "requests_per_s"),
+        ("within_slo", "goodput_requests_per_s"),
+    ):
+        count, rate = record.count(count_path), measured(record, rate_path)
+        if wall is None or wall.high <= 0 or count is None or rate is None or span(count).over(wall).meets(rate):
+            continue
+        quotient = count / (record.number("wall_s") or math.inf)
+        said.append(f"{count_path} {count} / {says(record, 'wall_s')} = {quotient:.4g}, but {says(record, rate_path)}")
+    return said
+
+
+def misordered(record: Record) -> list[str]:
+    """min <= p50 <= p90 <= p95 <= p99 <= max, and the mean between min and max."""
+    said = []
+    for name in STATISTIC_FIELDS:
+        for keys in (STATISTICS[:6], ("min", "mean", "max")):
+            known = [(f"{name}.{key}", value) for key in keys if (value := measured(record, f"{name}.{key}"))]
+            for (path, value), (next_path, next_value) in zip(known, known[1:]):
+                if value.low > next_value.high:
+                    said.append(f"{says(record, path)} is above {says(record, next_path)}")
+    return said
+
+
+def overfull(record: Record) -> list[str]:
+    """At most c requests are in flight; all that were in flight hold at least the successes' own time (Little)."""
+    said = []
+    in_flight, wall = measured(record, "mean_in_flight"), measured(record, "wall_s")
+    if in_flight is not None and in_flight.low > record.concurrency:
+        said.append(f"{says(record, 'mean_in_flight')} is above concurrency {record.concurrency}")
+    completed = record.count("completed")
+    for path in ("e2e_s.mean", "ttft_s.mean") if record.schema > 1 else ("ttft_s.mean",):
+        mean = measured(record, path)
+        if None in (in_flight, wall, completed, mean):
+            continue
+        assert in_flight is not None and wall is not None and completed is not None and mean is not None
+        if in_flight.times(wall).high < completed * mean.low:
+            said.append(
+                f"{says(record, 'wall_s')} x {says(record, 'mean_in_flight')} is less than "
+                f"completed {completed} x {says(record, path)}"
+            )
+            break
+    return said
+
+
+def outlasting(record: Record) -> list[str]:
+    """No response is longer than the level, nor shorter than its own wait for the first token."""
+    said = []
+    wall = measured(record, "wall_s")
+    for path in ("e2e_s.max", "ttft_s.max", "ttft_s.p99"):
+        longest = measured(record, path)
+        if wall is not None and longest is not None and longest.low > wall.high:
+            said.append(f"{says(record, path)} is longer than {says(record, 'wall_s')}")
+            break
+    for key in STATISTICS:
+        ttft, e2e = measured(record, f"ttft_s.{key}"), measured(record, f"e2e_s.{key}")
+        if ttft is not None and e2e is not None and ttft.low > e2e.high:
+            said.append(f"{says(record, f'ttft_s.{key}')} is above {says(record, f'e2e_s.{key}')}")
+    window = measured(record, "steady_window_s")
+    if wall is not None and window is not None and window.low > wall.high:
+        said.append(f"{says(record, 'steady_window_s')} is longer than {says(record, 'wall_s')}")
+    rate, tokens = measured(record, "steady_output_tokens_per_s"), record.count("output_tokens")
+    if None not in (window, rate, tokens) and not record.count("failed"):
+        assert window is not None and rate is not None and tokens is not None
+        if window.times(rate).low > tokens:
+            said.append(
+                f"{says(record, 'steady_window_s')} x {says(record, 'steady_output_tokens_per_s')} is more "
+                f"than output_tokens {tokens}"
+            )
+    return said
+
+
+def cached_beyond_prompt(record: Record) -> list[str]:
+    """Cached tokens are a part of the prompt (both means over the same requests, so not where counts are mixed)."""
+    cached, prompt = measured(record, "cached_tokens_mean"), measured(record, "prompt_tokens_mean")
+    if cached is None or prompt is None or isinstance(record.data.get("token_counts"), dict):
+        return []
+    if cached.low <= prompt.high:
+        return []
+    return [f"{says(record, 'cached_tokens_mean')} is more than {says(record, 'prompt_tokens_mean')}"]
+
+
+def mistimed(record: Record) -> list[str]:
+    """Tokens, TPOT, TTFT and E2E fit together. A request of n >= 2 tokens takes TTFT + TPOT x (n - 1), so their sums
+    stand between the smallest and the largest TPOT, and equal the mean's where all outputs have one length."""
+    said: list[str] = []
+    least, most = (record.count(f"output_tokens_per_request.{key}") for key in ("min", "max"))
+    tokens, completed = record.count("output_tokens"), record.count("completed")
+    if None in (least, most, tokens, completed):
+        return said
+    assert least is not None and most is not None and tokens is not None and completed is not None
+    if not least * completed <= tokens <= most * completed:
+        said.append(f"output_tokens {tokens} of {completed} requests is not between {least} and {most} each")
+    if least < 2 or completed < 1 or said:
+        return said
+    e2e, ttft = measured(record, "e2e_s.mean"), measured(record, "ttft_s.mean")
+    bounds = ("tpot_s.mean",) * 2 if least == most else ("tpot_s.min", "tpot_s.max")
+    low, high = (measured(record, path) for path in bounds)
+    if e2e is None or ttft is None or low is None or high is None:
+        return said
+    per_request = (tokens - completed) / completed
+    decoding = Span(low.low * per_request, high.high * per_request)
+    if not e2e.minus(ttft).meets(decoding):
+        said.append(
+            f"{says(record, 'e2e_s.mean')} - {says(record, 'ttft_s.mean')} does not fit {per_request:.1f} "
+            f"further tokens at {says(record, bounds[1])}"
+        )
+    return said
+
+
+def misjudged(record: Record) -> list[str]:
+    """within_slo fits the nearest-rank percentiles: a percentile q inside a limit means that at least q of the
+    requests are; one outside, that fewer are. Version 1's percentiles are not known to be nearest rank."""
+    completed, within = record.count("completed"), record.count("within_slo")
+    if record.schema == 1 or not completed or within is None or record.data.get("percentile_method") is not None:
+        return []
+    counts = []
+    for name, limit in (("ttft_s", record.number("slo_ttft_s")), ("tpot_s", record.number("slo_tpot_s"))):
+        least_tokens = record.count("output_tokens_per_request.min")
+        if limit is None or (name == "tpot_s" and (least_tokens is None or least_tokens < 2)):
+            return []  # below 2 tokens there is no TPOT, and how many those are is not known
+        counts.append(count_within(record, name, float(limit), completed))
+    most = min(high for _, high in counts)
+    least = max(0, sum(low for low, _ in counts) - completed)
+    if least <= within <= most:
+        return []
+    return [f"within_slo {within} does not fit the percentiles and limits: between {least} and {most} of {completed}"]
+
+
+def count_within(record: Record, name: str, limit: float, completed: int) -> tuple[int, int]:
+    """(at least, at most) how many of the requests have a figure at or below a limit."""
+    least, most = 0, completed
+    for key, percent in (("min", 0), ("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100)):
+        value = measured(record, f"{name}.{key}")
+        rank = max(1, -(-percent * completed // 100))
+        if value is not None and value.high <= limit:
+            least = max(least, rank)
+        if value is not None and value.low > limit:
+            most = min(most, rank - 1)
+    return least, most
+
+
+CONTRADICTIONS: tuple[Callable[[Record], list[str]], ...] = (
+    miscounted,
+    misrated,
+    misordered,
+    overfull,
+    outlasting,
+    cached_beyond_prompt,
+    mistimed,
+    misjudged,
+)
+
+
+def contradictions(record: Record) -> list[str]:
+    """Every piece of arithmetic that an honest line satisfies and this one does not."""
+    negative = is_negative(record)
+    if negative:
+        return negative  # the other rules hold for figures that are not negative
+    return [item for rule in CONTRADICTIONS for item in rule(record)]
+
+
+def copied_latencies(records: Sequence[Record]) -> list[str]:
+    """Two runs of one label whose latency figures are equal to the last digit.
+
+    Two honest runs can agree where figures are coarse, so equality alone is not enough: the equal figures must carry
+    COPY_DIGITS digits beyond what a steady server repeats (its first three), or the runs' wall time, rate and
+    requests in flight must be equal as well, with COPY_LOAD_DIGITS digits between them.
+    """
+    said = []
+    seen: dict[tuple[str, int, tuple[tuple[str, float], ...]], Record] = {}
+    for record in records:
+        figures = latency_figures(record)
+        if (record.count("completed") or 0) < 5 or not figures:
+            continue
+        key = (record.label, record.concurrency, tuple((path, float(value)) for path, value in figures.items()))
+        earlier = seen.setdefault(key, record)
+        if not other_run(earlier, record):
+            continue
+        digits = sum(max(0, value.digits - 3) for value in set(figures.values()))
+        also = ("wall_s", "output_tokens_per_s", "mean_in_flight")
+        same = sum(value.digits for path in also if (value := earlier.number(path)) and value == record.number(path))
+        if digits >= COPY_DIGITS or same >= COPY_LOAD_DIGITS:
+            said.append(
+                f"{as_word(record.label)} c={record.concurrency}: lines {earlier.line} and {record.line} are "
+                f"different runs, but all {len(figures)} latency figures are equal to the last digit"
+            )
+    return said
+
+
+COPY_DIGITS = 10
+COPY_LOAD_DIGITS = 6
+
+
+def latency_figures(record: Record) -> dict[str, Printed]:
+    """The latency figures of a record that are not null."""
+    paths = (f"{name}.{key}" for name in ("ttft_s", "tpot_s", "e2e_s") for key in STATISTICS)
+    return {path: value for path in paths if (value := record.number(path)) is not None}
+
+
+def other_run(one: Record, other: Record) -> bool:
+    """Whether two records come from different runs: by run id, in version 1 by `recorded_at`."""
+    if one.schema == 1 and other.schema == 1:
+        return one.data.get("recorded_at") != other.data.get("recorded_at")
+    return one is not other and one.run != other.run
+
+
+def rule_consistent(audit: Audit) -> Finding:
+    """No record contradicts itself, and no two runs are copies of each other."""
+    items = [
+        f"line {record.line}, {as_word(record.label)} c={record.concurrency}: {item}"
+        for record in audit.book.records
+        for item in contradictions(record)
+    ]
+    items += copied_latencies(audit.book.records)
+    return verdict("consistent", FAIL, items, f"{count_of(len(audit.book.records), 'record')} without contradiction")
+
+
+def rule_raw(audit: Audit) -> Finding:
+    """With --raw: each level record is what its per-request lines give, and neither file has a level that the other
+    lacks. Other labs' or labels' lines in the raw file are told, not failed."""
+    assert audit.raw is not None
+    raw = audit.raw
+    items = [f"{raw.path} line {remark.line}: {printable(remark.text)}" for remark in raw.damaged]
+    absent, used = [], set()
+    for record in audit.book.records:
+        where = f"{as_word(record.label)} c={record.concurrency}"
+        if level_key(record) in raw.levels:
+            used.add(level_key(record))
+            differences = raw_differences(record, raw.levels[level_key(record)])
+            items += [f"line {record.line}, {where}: {difference}" for difference in differences]
+        elif record.schema > 1:
+            absent.append(f"line {record.line}, {where}: no request of its run in {raw.path}")
+    for label, run, repeat, c in raw.levels:
+        if (label, run, repeat, c) not in used:
+            absent.append(
+                f"{as_word(label)} c={c}: {raw.path} holds run {printable(run)}, repeat {repeat}, "
+                "which the notebook lacks"
+            )
+    if items:
+        return verdict("raw", FAIL, items + absent, "")
+    return verdict("raw", WARN, absent, f"{count_of(len(used), 'level record')} recomputed from {raw.path}: the same")
+
+
 RULES: tuple[Rule, ...] = (
     rule_sweep,
     rule_prefix_pair,
     rule_shared_cached,
     rule_unique_cached,
+    rule_consistent,
     rule_damaged,
     rule_failed,
     rule_token_counts,
@@ -1165,10 +1637,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(book: Notebook) -> list[Finding]:
+def check(book: Notebook, raw: RawFile | None = None) -> list[Finding]:
     """Every rule's finding, in a fixed order."""
-    audit = Audit(book, build_curves(book))
-    return [rule(audit) for rule in RULES]
+    audit = Audit(book, build_curves(book), raw)
+    return [rule(audit) for rule in (*RULES, *([rule_raw] if raw else []))]
 
 
 def tally_of(findings: Sequence[Finding]) -> dict[str, int]:
@@ -1634,16 +2106,16 @@ def table_rows(curve: Curve) -> list[list[str]]:
     return rows
 
 
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right.
+def align(rows: Sequence[Sequence[str]], tails: Sequence[str] = ()) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right, then a tail as it is.
 
     >>> align([["c", "ok"], ["10", "40/40"]])
     ['c      ok', '10  40/40']
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:]))])
-        for row in rows
+        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:])), *tail])
+        for row, tail in zip(rows, [[text] for text in tails] or [[]] * len(rows))
     ]
 
 
@@ -2197,7 +2669,7 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-# --------------------------------------------------------------------------------------------- writing the notebook
+# ---------------------------------------------------------------------- writing the notebook, and other tools' files
 
 
 def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
@@ -2224,8 +2696,9 @@ def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
 
 def append_line(path: str, line: str) -> None:
     """Append one line: line and newline in one O_APPEND write, under a lock where there is one, flushed to disk; a
-    file that does not end in a newline gets one first. Raises OSError, also where not all of it could be written."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
+    file that does not end in a newline gets one first, one that is not there is made. Raises OSError, also where not
+    all of it could be written."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -2253,6 +2726,263 @@ def append_record(path: str, record: Mapping[str, Any]) -> None:
         raise ResultError(f"cannot append to {path}: {reason}; the line is on standard output") from None
 
 
+VLLM_METRICS = (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "chunk_gap_s"), ("e2el", "e2e_s"))
+VLLM_ARRAYS = ("ttfts", "itls", "output_lens", "errors")  # there with --save-detailed
+IMPORT_SETTINGS = (
+    "engine",
+    "engine_version",
+    "host",
+    "quant",
+    "prompt_set",
+    "model",
+    "context_length",
+    "server_slots",
+    "max_tokens",
+    "slo_ttft_s",
+    "slo_tpot_s",
+)
+NUMBER_SETTINGS = ("context_length", "server_slots", "max_tokens", "slo_ttft_s", "slo_tpot_s")
+
+
+def to_vllm_bench(level: Level) -> dict[str, Any]:
+    """A level as the JSON that `vllm bench serve --save-result` writes (vllm/benchmarks/serve.py, 0.28).
+
+    Of a repeated level, the run with the median throughput. Same names and units (milliseconds); what a level record
+    does not hold (standard deviations, peaks) is null. "median" is our nearest-rank p50, where that tool interpolates.
+    The identifying fields stand where that tool's --metadata puts them, so that --import finds them again.
+    """
+    runs = sorted(level.records, key=lambda record: record.number("output_tokens_per_s") or 0.0)
+    record = runs[(len(runs) - 1) // 2]
+    instant = record.instant
+    prompt, completed, tokens = (
+        record.number("prompt_tokens_mean"),
+        record.count("completed"),
+        record.count("output_tokens"),
+    )
+    total_input = round(prompt * completed) if prompt is not None and completed is not None else None
+    wall = record.number("wall_s")
+    both = (total_input + tokens) / wall if total_input is not None and tokens is not None and wall else None
+    out: dict[str, Any] = {
+        "date": datetime.fromtimestamp(instant).strftime("%Y%m%d-%H%M%S") if instant is not None else None,
+        "endpoint_type": "openai-chat",
+        "backend": "openai-chat",
+        "label": record.label,
+        "model_id": record.data.get("model"),
+        "tokenizer_id": None,
+        "num_prompts": record.count("requests"),
+        **{name: str(value) for name in IMPORT_SETTINGS if (value := record.setting(name)) is not None},
+        "request_rate": "inf",
+        "burstiness": 1.0,
+        "max_concurrency": record.concurrency,
+        "duration": wall,
+        "completed": completed,
+        "failed": record.count("failed"),
+        "total_input_tokens": total_input,
+        "total_output_tokens": tokens,
+        "request_throughput": record.number("requests_per_s"),
+        "request_goodput": record.number("goodput_requests_per_s"),
+        "output_throughput": record.number("output_tokens_per_s"),
+        "total_token_throughput": both,
+        "max_output_tokens_per_s": None,
+        "max_concurrent_requests": None,
+        "rtfx": 0.0,
+    }
+    for theirs, ours in VLLM_METRICS:
+        for key, name in (
+            ("mean", "mean"),
+            ("p50", "median"),
+            (None, "std"),
+            *((f"p{p}",) * 2 for p in (50, 90, 95, 99)),
+        ):
+            value = record.number(f"{ours}.{key}") if key else None
+            out[f"{name}_{theirs}_ms"] = None if value is None else 1000.0 * value
+    return out
+
+
+def read_vllm_bench(path: str) -> list[dict[str, Any]]:
+    """The results in a file of `vllm bench serve`: one JSON object, or one per line (--append-result)."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    try:
+        lines = [text] if looks_whole(text) else [line for line in text.split("\n") if line.strip()]
+        results = [parse_json(line) for line in lines]
+    except ValueError as error:
+        raise UserError(f"{path}: {json_fault(error)}") from None
+    for result in results:
+        if not isinstance(result, dict) or not {"duration", "completed", "max_concurrency"} <= result.keys():
+            raise UserError(f"{path} is not what vllm bench serve --save-result writes")
+    if not results:
+        raise UserError(f"{path} is empty")
+    return results
+
+
+def looks_whole(text: str) -> bool:
+    """Whether a text is one JSON value."""
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
+
+
+def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A level record of one result of `vllm bench serve`. Raises ValueError where it holds no level of a curve.
+
+    With --save-detailed the figures come from its requests by our definitions; otherwise they are its own, whose
+    percentiles interpolate: then `percentile_method` says so, and what it did not compute is null.
+    """
+    for path in ("duration", "completed", "max_concurrency", "num_prompts", "total_output_tokens"):
+        number = as_number(result.get(path))
+        if number is None or number < (1 if path == "max_concurrency" else 0):
+            raise ValueError(
+                f"{path} is {json.dumps(result.get(path))[:40]}: a curve needs it"
+                + (" (vllm bench serve --max-concurrency N)" if path == "max_concurrency" else "")
+            )
+    source = Record(0, result)
+    wall, completed, asked = source.number("duration") or 0.0, source.count("completed"), source.count("num_prompts")
+    failed = source.count("failed") if "failed" in result else (asked or 0) - (completed or 0)
+    digest = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
+    date = str(result.get("date"))
+    rate = result.get("request_rate")
+    record: dict[str, Any] = dict.fromkeys((*IMPORT_SETTINGS, *STATISTIC_FIELDS))
+    record.update(dict.fromkeys(("engine", "engine_version", "host", "quant"), "unknown"))
+    record.update({"model": result.get("model_id"), "prompt_set": "vllm-bench"})
+    record.update({name: setting_value(name, result[name]) for name in IMPORT_SETTINGS if result.get(name) is not None})
+    record.update(settings)
+    record.update(
+        {
+            "lab": LAB,
+            "schema": KNOWN_SCHEMAS[-1],
+            "tool_version": TOOL_VERSION,
+            "source": "vllm bench serve",
+            "run_id": f"{date}-{digest}",
+            "repeat": 0,
+            "recorded_at": vllm_date(date),
+            "label": label or str(result.get("label") or "vllm-bench"),
+            "arrival": "closed-loop" if rate in ("inf", None) else f"request rate {setting_text(rate)}",
+            "interrupted": False,
+            "concurrency": source.count("max_concurrency"),
+            "requests": asked,
+            "completed": completed,
+            "failed": failed,
+            "wall_s": round(wall, 6),
+            "output_tokens": source.count("total_output_tokens"),
+            "output_tokens_per_s": per_second(source.count("total_output_tokens"), wall),
+            "requests_per_s": per_second(completed, wall),
+            "prompt_tokens_mean": vllm_prompt_mean(source),
+            "cached_tokens_mean": None,
+            "token_counts": "vllm-bench",
+            "mean_in_flight": None,
+            "within_slo": None,
+            "goodput_requests_per_s": source.number("request_goodput"),
+        }
+    )
+    record.update(vllm_detailed(result, record, wall) or vllm_summary(source, record, wall))
+    return record
+
+
+def setting_value(name: str, value: Any) -> Any:
+    """A setting that came as text, as the number it stands for where it is one's. Raises ValueError.
+
+    >>> setting_value("server_slots", "20"), setting_value("slo_tpot_s", "0.1"), setting_value("quant", "8")
+    (20, 0.1, '8')
+    """
+    if name not in NUMBER_SETTINGS:
+        return str(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{name} is {value!r}, not a number")
+    return int(number) if number.is_integer() and not name.startswith("slo_") else number
+
+
+def vllm_date(text: str) -> str | None:
+    """That tool's local date as ISO 8601, or None."""
+    try:
+        return datetime.strptime(text, "%Y%m%d-%H%M%S").astimezone().isoformat()
+    except (ValueError, OverflowError):
+        return None
+
+
+def per_second(count: int | None, wall: float) -> float | None:
+    return round(count / wall, 4) if count is not None and wall > 0 else None
+
+
+def vllm_prompt_mean(source: Record) -> float | None:
+    total, completed = source.count("total_input_tokens"), source.count("completed")
+    return round(total / completed, 2) if total is not None and completed else None
+
+
+def vllm_summary(source: Record, record: Mapping[str, Any], wall: float) -> dict[str, Any]:
+    """The figures that the tool itself computed, in seconds; null where it did not."""
+    found: dict[str, Any] = {"percentile_method": "linear (vllm bench serve)"}
+    if not source.count("completed"):
+        return {"within_slo": None}  # it writes 0 for figures of no request
+    for theirs, ours in VLLM_METRICS:
+        block: dict[str, float | None] = dict.fromkeys(STATISTICS)
+        for key in ("p50", "p90", "p95", "p99", "mean"):
+            value = source.number(f"{key}_{theirs}_ms")
+            block[key] = None if value is None else round(value / 1000.0, 6)
+        median = source.number(f"median_{theirs}_ms")
+        if block["p50"] is None and median is not None:
+            block["p50"] = round(median / 1000.0, 6)
+        if any(block.values()):
+            found[ours] = block
+    goodput, latency = source.number("request_goodput"), source.number("mean_e2el_ms")
+    if goodput is not None:
+        found["within_slo"] = round(goodput * wall)
+    if latency is not None and not record["failed"] and wall > 0:
+        found["mean_in_flight"] = round(record["completed"] * latency / 1000.0 / wall, 4)
+    return found
+
+
+def vllm_detailed(result: Mapping[str, Any], record: Mapping[str, Any], wall: float) -> dict[str, Any] | None:
+    """The figures by our definitions, from the arrays of --save-detailed; None where they are absent or uneven."""
+    arrays = [result.get(name) for name in VLLM_ARRAYS]
+    if not all(isinstance(array, list) and len(array) == record["requests"] for array in arrays):
+        return None
+    good = [(ttft, gaps, tokens) for ttft, gaps, tokens, error in zip(*arrays) if not error and tokens]
+    if len(good) != record["completed"]:
+        return None
+    ttfts = [float(ttft) for ttft, _, _ in good]
+    ends = [ttft + math.fsum(gaps) for ttft, (_, gaps, _) in zip(ttfts, good)]
+    tokens = sorted(int(count) for _, _, count in good)
+    tpots = [(end - ttft) / (count - 1) if count > 1 else None for ttft, end, (_, _, count) in zip(ttfts, ends, good)]
+    found: dict[str, Any] = {
+        "ttft_s": statistics_of(ttfts),
+        "tpot_s": statistics_of([tpot for tpot in tpots if tpot is not None]),
+        "e2e_s": statistics_of(ends),
+        "chunk_gap_s": statistics_of([gap for _, gaps, _ in good for gap in gaps]),
+    }
+    if tokens:
+        found["output_tokens_per_request"] = {"min": tokens[0], "max": tokens[-1]}
+        found["output_tokens_per_request"].update({f"p{p}": tokens[-(-p * len(tokens) // 100) - 1] for p in (50, 90)})
+    if not record["failed"] and wall > 0:
+        found["mean_in_flight"] = round(math.fsum(ends) / wall, 4)
+    slo_ttft, slo_tpot = record["slo_ttft_s"], record["slo_tpot_s"]
+    if slo_ttft is not None and slo_tpot is not None:
+        met = [ttft <= slo_ttft and (tpot is None or tpot <= slo_tpot) for ttft, tpot in zip(ttfts, tpots)]
+        found.update({"within_slo": sum(met), "goodput_requests_per_s": per_second(sum(met), wall)})
+    return found
+
+
+def statistics_of(values: Iterable[float]) -> dict[str, float | None]:
+    """Nearest-rank percentiles, extremes and mean, to a microsecond; all None without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return dict.fromkeys(STATISTICS)
+    found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 90, 95, 99)}
+    found.update({"min": ordered[0], "max": ordered[-1], "mean": math.fsum(ordered) / len(ordered)})
+    return {key: round(value, 6) for key, value in found.items()}
+
+
 # ----------------------------------------------------------------------------------------------------- command line
 
 
@@ -2263,9 +2993,14 @@ class Options:
     labbook: str
     label: str | None
     compare: tuple[str, str] | None
-    check: bool
+    check: tuple[str, ...] | None  # the notebooks to check
     record: bool
     form: str  # text, markdown, json or csv
+    raw: str | None
+    export_to: str | None
+    level: int | None
+    import_from: str | None
+    settings: Mapping[str, Any]
 
 
 class Parser(argparse.ArgumentParser):
@@ -2280,17 +3015,49 @@ def build_parser() -> Parser:
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--labbook", metavar="FILE", default="labbook.md", help="the notebook (default %(default)s)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="list the labels (the default)")
-    what.add_argument("--label", metavar="L", help="show one label's curve")
+    what = parser.add_argument_group("what to show (one of them; the default is --list)")
+    what.add_argument("--list", action="store_true", help="the labels in the notebook")
+    what.add_argument("--label", metavar="L", help="one label's curve")
     what.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two labels, level by level")
-    what.add_argument("--check", action="store_true", help="check the notebook; exit 1 on any FAIL")
-    parser.add_argument("--record", action="store_true", help="with --label: append a curve-summary line")
-    form = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--check",
+        nargs="*",
+        metavar="FILE",
+        help="check the notebook, or each FILE, with a table of verdicts at the end",
+    )
+    form = parser.add_argument_group("in which form (default: text)").add_mutually_exclusive_group()
     form.add_argument("--markdown", dest="form", action="store_const", const="markdown", help="Markdown, to paste")
     form.add_argument("--json", dest="form", action="store_const", const="json", help="all figures as one JSON value")
     form.add_argument("--csv", dest="form", action="store_const", const="csv", help="the table as CSV")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
+    also = parser.add_argument_group("also")
+    also.add_argument("--record", action="store_true", help="with --label: append a curve-summary line")
+    also.add_argument(
+        "--raw",
+        metavar="FILE",
+        help="with --check: recompute the levels from load_test.py's --raw FILE, name differences",
+    )
+    also.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("vllm-bench", "FILE"),
+        help="with --label: write one level (--level C) as vllm bench serve --save-result does; FILE - is stdout",
+    )
+    also.add_argument("--level", type=int, metavar="C", help="with --export: which level")
+    also.add_argument(
+        "--import",
+        dest="import_",
+        nargs=2,
+        metavar=("vllm-bench", "FILE"),
+        help="append the results of vllm bench serve --save-result in FILE as level records (label: --label or FILE's)",
+    )
+    also.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"with --import: a setting that FILE does not hold ({', '.join(IMPORT_SETTINGS)})",
+    )
+    also.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
     return parser
 
 
@@ -2298,18 +3065,57 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     """Options, or exit 2 with one line where they do not go together."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.record and args.label is None:
-        parser.error("--record needs --label")
-    if args.form == "markdown" and args.label is None and args.compare is None:
-        parser.error("--markdown needs --label or --compare")
+    refuse_conflicts(parser, args)
+    settings = {}
+    for pair in args.set:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in IMPORT_SETTINGS:
+            parser.error(f"--set {pair}: expected KEY=VALUE, KEY one of {', '.join(IMPORT_SETTINGS)}")
+        try:
+            settings[name] = setting_value(name, value)
+        except ValueError as error:
+            parser.error(f"--set {pair}: {error}")
     return Options(
         labbook=args.labbook,
         label=args.label,
         compare=tuple(args.compare) if args.compare else None,
-        check=args.check,
+        check=None if args.check is None else tuple(args.check or [args.labbook]),
         record=args.record,
         form=args.form or "text",
+        raw=args.raw,
+        export_to=args.export[1] if args.export else None,
+        level=args.level,
+        import_from=args.import_[1] if args.import_ else None,
+        settings=settings,
     )
+
+
+def refuse_conflicts(parser: Parser, args: argparse.Namespace) -> None:
+    """Say which options do not go together, before anything is read."""
+    views = [
+        f"--{name}" for name in ("list", "compare", "check", "import_") if getattr(args, name) not in (None, False)
+    ]
+    views = [view.rstrip("_") for view in views]
+    if args.label is not None and views != ["--import"]:
+        views.insert(0, "--label")
+    if len(views) > 1:
+        parser.error(f"{' and '.join(views)} do not go together: choose one")
+    for option, kind in (("--export", args.export), ("--import", args.import_)):
+        if kind and kind[0] != "vllm-bench":
+            parser.error(f"{option} {kind[0]}: the only format is vllm-bench")
+    needs = (
+        ("--record", args.record, args.label is not None and not args.import_, "--label"),
+        ("--export", args.export, args.label is not None and not args.import_, "--label"),
+        ("--raw", args.raw, args.check is not None, "--check"),
+        ("--level", args.level is not None, args.export, "--export"),
+        ("--set", args.set, args.import_, "--import"),
+        ("--markdown", args.form == "markdown", args.label is not None or args.compare, "--label or --compare"),
+    )
+    for option, given, met, needed in needs:
+        if given and not met:
+            parser.error(f"{option} needs {needed}")
+    if args.export and (args.form or args.record):
+        parser.error("--export writes one file: leave --json, --csv, --markdown and --record out")
 
 
 def complain(message: str) -> None:
@@ -2367,22 +3173,105 @@ def run_compare(options: Options, book: Notebook) -> tuple[str, int]:
     return compare_text(a, b, options.form == "markdown"), 0
 
 
-def run_check(options: Options, book: Notebook) -> tuple[str, int]:
-    findings = check(book)
-    code = 1 if tally_of(findings)[FAIL] else 0
+def run_export(options: Options, book: Notebook) -> tuple[str, int]:
+    curve = find_curve(book, str(options.label))
+    levels = {level.c: level for level in curve.usable}
+    c = next(iter(levels), None) if options.level is None and len(levels) == 1 else options.level
+    if c not in levels:
+        held = f"it holds c={c_list(levels) or 'none'}"
+        raise (UserError if options.level is None and levels else ResultError)(
+            f"--export writes one level of {as_word(curve.label)}: choose it with --level C ({held})"
+        )
+    text = to_json(to_vllm_bench(levels[c]))
+    if options.export_to == "-":
+        return text, 0
+    if os.path.exists(str(options.export_to)) and os.path.samefile(str(options.export_to), book.path):
+        raise UserError(f"--export {options.export_to}: that is the notebook")
+    try:
+        with open(str(options.export_to), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {options.export_to}: {error.strerror or error}") from None
+    complain(f"wrote c={c} of {as_word(curve.label)} to {options.export_to}")
+    return "", 0
+
+
+def run_import(options: Options) -> tuple[str, int]:
+    """Append a level record per result; with --json, print them as well."""
+    records = []
+    for number, result in enumerate(read_vllm_bench(str(options.import_from)), 1):
+        try:
+            records.append(from_vllm_bench(result, options.label, options.settings))
+        except ValueError as error:
+            raise UserError(f"{options.import_from}, result {number}: {error}") from None
+    if os.path.exists(options.labbook):
+        read_notebook(options.labbook)  # refuses a file that is no UTF-8 text before anything is appended
+    for record in records:
+        append_record(options.labbook, record)
+        complain(f"appended c={record['concurrency']} of {as_word(record['label'])} to {options.labbook}")
+    return "".join(json.dumps(record, sort_keys=True) + "\n" for record in records if options.form == "json"), 0
+
+
+def run_check(options: Options, paths: Sequence[str]) -> tuple[str, int]:
+    """One notebook's findings, or several notebooks' with a table of verdicts. 2 where a file cannot be read, else 1
+    where any rule failed."""
+    raw = read_raw(options.raw) if options.raw else None
+    if len(paths) == 1:
+        findings = check(read_notebook(paths[0]), raw)
+        code = 1 if tally_of(findings)[FAIL] else 0
+        if options.form == "json":
+            return to_json(
+                {"kind": "check", "tool_version": TOOL_VERSION, "labbook": paths[0], **check_json(findings)}
+            ), code
+        if options.form == "csv":
+            return to_csv(check_json(findings)["findings"]), code
+        return "\n".join(finding_lines(findings)) + "\n", code
+    return check_many(options, paths, raw)
+
+
+def check_many(options: Options, paths: Sequence[str], raw: RawFile | None) -> tuple[str, int]:
+    """Several notebooks: each one's findings, then a table. As JSON: kind "checks" · files [{labbook, verdict, error;
+    findings, pass, warn, fail as for one}]."""
+    lines: list[str] = []
+    files: list[dict[str, Any]] = []
+    for path in paths:
+        lines.append(f"==> {path}")
+        try:
+            findings = check(read_notebook(path), raw)
+        except UserError as error:
+            files.append({"labbook": path, "verdict": UNREADABLE, "error": str(error), **check_json([])})
+            lines += [str(error), ""]
+            continue
+        counts = tally_of(findings)
+        result = next((status for status in (FAIL, WARN) if counts[status]), PASS)
+        files.append({"labbook": path, "verdict": result, "error": None, **check_json(findings)})
+        lines += [*finding_lines(findings), ""]
+    verdicts = [item["verdict"] for item in files]
+    code = 2 if UNREADABLE in verdicts else 1 if FAIL in verdicts else 0
     if options.form == "json":
-        return to_json({"kind": "check", "labbook": book.path, **check_json(findings)}), code
+        return to_json({"kind": "checks", "tool_version": TOOL_VERSION, "files": files}), code
     if options.form == "csv":
-        return to_csv(check_json(findings)["findings"]), code
-    return "\n".join(finding_lines(findings)) + "\n", code
+        return to_csv([{"labbook": item["labbook"], **found} for item in files for found in item["findings"]]), code
+    table = [["verdict", "pass", "warn", "fail", "notebook"]]
+    table += [
+        [item["verdict"], *(str(item[key]) for key in ("pass", "warn", "fail")), item["labbook"]] for item in files
+    ]
+    return "\n".join(lines + align([row[:4] for row in table], [row[4] for row in table])) + "\n", code
+
+
+UNREADABLE = "UNREADABLE"
 
 
 def run(options: Options) -> tuple[str, int]:
     """What to print, and the exit code."""
+    if options.check is not None:
+        return run_check(options, options.check)
+    if options.import_from is not None:
+        return run_import(options)
     book = read_notebook(options.labbook)
-    if options.check:
-        return run_check(options, book)
     report_lines(book)
+    if options.export_to is not None:
+        return run_export(options, book)
     if options.label is not None:
         return run_label(options, book)
     if options.compare is not None:
