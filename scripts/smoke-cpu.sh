@@ -118,7 +118,8 @@ start_llama() {
 # start_simulation - a server with a known step time: 3 ms and 0.25 ms for each running request.
 start_simulation() {
   QUANT=none
-  version="$("$PYTHON" "$ROOT_DIR/load_test.py" --version)"
+  version="$("$PYTHON" "$ROOT_DIR/load_test.py" --version)" # they are released together
+  version="${version##* }"
   "$PYTHON" "$SCRIPTS_DIR/simulated_engine.py" --port "$port" --model local-chat --slots "$SLOTS" --context "$CONTEXT" \
     --a-ms 3 --b-ms 0.25 --prefill-tok-s 40000 --log "$OUT/simulated-engine.jsonl" \
     </dev/null >"$SCRATCH/launch.txt" 2>&1 &

@@ -39,7 +39,9 @@ def smoke(root: Path, *args: str, timeout: float = 120, **changes: str) -> subpr
 def checkout(root: Path, tmp_path: Path) -> Path:
     """A copy of the repository, on a path with a space: whatever a run leaves in it shows."""
     copy = tmp_path / "a checkout"
-    shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis"))
+    shutil.copytree(
+        root, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
+    )
     return copy
 
 
