@@ -63,7 +63,7 @@ run_seqs8() {
   say "predicted: 8 running, 12 waiting, almost all of the pool idle; a longer TTFT, a shorter TPOT than the baseline's"
   MAX_SEQS=8 KV_BYTES="$VLLM_KV_BYTES" LOGFILE="$log" PIDFILE=./vllm-seqs8.pid start_server "$PORT" "$log" "$launcher" \
     -- "$@"
-  check_log vllm "$log" 8 "$CTX" "$(vllm_kv_type)"
+  check_log vllm "$log" 8 "$CTX" "$KV_DTYPE" "$VLLM_KV_BYTES"
   run_load --base-url "http://127.0.0.1:$PORT/v1" --model local-chat --engine vllm \
     --engine-version "$(vllm_version "$PORT")" --host-desc "$HOST_DESC" --quant "$VLLM_QUANT" --context-length "$CTX" \
     --server-slots 8 --labbook "$LABBOOK" --label vllm-seqs8 --prompt-set mixed --concurrency 20 --requests 80 \
@@ -111,7 +111,7 @@ run_fraction() {
   say "predicted: floor(available bytes / (block x bytes per token)) blocks; the log gives the available memory"
   MAX_SEQS=20 KV_BYTES="" MEM_FRACTION="$fraction" LOGFILE="$log" PIDFILE="./vllm-fraction-$letter.pid" \
     start_server "$PORT" "$log" "$launcher" -- "$@"
-  check_log vllm "$log" 20 "$CTX" "$(vllm_kv_type)"
+  check_log vllm "$log" 20 "$CTX" "$KV_DTYPE"
   stop_server
   rm -f "./vllm-fraction-$letter.pid"
   printf '%s\t%s\n' "$fraction" "$(grep -oE 'GPU KV cache size: [0-9,]+ tokens' "$log" | tail -n 1)" >>"$SCRATCH/fractions.txt"

@@ -197,27 +197,24 @@ vllm_folder() {
   fi
 }
 
-# check_log ENGINE LOG SLOTS CTX TYPE - the prediction beside what the engine says it allocated.
+# check_log ENGINE LOG SLOTS CTX TYPE [BYTES] - the prediction beside what the engine says it allocated; BYTES is
+# the size that vLLM's cache was given, where it was given one.
 check_log() {
-  local described=(--gguf "${GGUF:-}")
-  [ "$1" = llama ] || described=(--config "$(vllm_folder)/config.json")
-  show_command python3 serving_arithmetic.py --check-log "$2" "${described[@]}" --slots "$3" --ctx "$4" --kv-type "$5"
-  program serving_arithmetic.py --check-log "$2" "${described[@]}" --slots "$3" --ctx "$4" --kv-type "$5" && return 0
+  local described=(--gguf "${GGUF:-}") sized=()
+  if [ "$1" = vllm ]; then
+    described=(--config "$(vllm_folder)/config.json" --block-size "${VLLM_BLOCK_SIZE:-16}")
+    [ -z "${6:-}" ] || sized=(--available-kv "$(awk -v bytes="$6" 'BEGIN { printf "%.12g", bytes / 1073741824 }')")
+  fi
+  described=(--check-log "$2" "${described[@]}" --slots "$3" --ctx "$4" --kv-type "$5" ${sized[@]+"${sized[@]}"})
+  show_command python3 serving_arithmetic.py "${described[@]}"
+  program serving_arithmetic.py "${described[@]}" && return 0
   if [ "$1" = llama ]; then
     stop_here "llama-server allocated something else than predicted" \
       "it runs another configuration than intended: compare SLOTS, CTX_PER_SLOT and CACHE_TYPE in what the launcher printed with lab.env"
   else
     stop_here "vLLM made another pool than predicted" \
-      "fewer tokens with the bytes set: another block size or cache type; twice or half: fp8 against auto"
+      "fewer tokens with the bytes set: another block size or cache type; half of them: auto where fp8 was predicted"
   fi
-}
-
-# vllm_kv_type - VLLM_KV_DTYPE in the arithmetic's words.
-vllm_kv_type() {
-  case "${VLLM_KV_DTYPE:-auto}" in
-  fp8*) echo fp8 ;;
-  *) echo f16 ;;
-  esac
 }
 
 # check_server_log ENGINE CTX - check_log for the server of the other terminal, if its log lies here.
@@ -234,7 +231,7 @@ check_server_log() {
   vllm)
     [ -f vllm-server.log ] && [ -f "$(vllm_folder)/config.json" ] || return 0
     step "what vLLM allocated"
-    check_log vllm vllm-server.log "${MAX_SEQS:-20}" "$2" "$(vllm_kv_type)"
+    check_log vllm vllm-server.log "${MAX_SEQS:-20}" "$2" "$VLLM_KV_DTYPE" "$VLLM_KV_BYTES"
     ;;
   esac
 }

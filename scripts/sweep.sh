@@ -49,7 +49,7 @@ LABBOOK="${LABBOOK:-labbook.md}"
 need_number CTX "$CTX"
 case "$engine" in
 llama)
-  load_lab_env HOST_DESC SLOTS LLAMA_VERSION
+  load_lab_env HOST_DESC GGUF SLOTS KV_TYPE LLAMA_VERSION
   need_number SLOTS "$SLOTS"
   PORT="${PORT:-8080}"
   model=local-chat
@@ -62,7 +62,7 @@ llama)
   sample=1
   ;;
 vllm)
-  load_lab_env HOST_DESC VLLM_MODEL VLLM_QUANT
+  load_lab_env HOST_DESC VLLM_MODEL VLLM_QUANT VLLM_KV_DTYPE VLLM_KV_BYTES
   PORT="${PORT:-8000}"
   model=local-chat
   launcher=serve-vllm-native.sh

