@@ -315,6 +315,20 @@ def test_the_tiny_model_is_the_same_for_the_same_seed(root: Path, tiny_model: Pa
 
 
 @pytest.mark.engine
+def test_only_tokens_that_are_text_by_themselves_can_win(tiny_model: Path) -> None:
+    import gguf
+
+    reader = gguf.GGUFReader(str(tiny_model))
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == 1500
+    (output,) = (tensor.data for tensor in reader.tensors if tensor.name == "output.weight")
+    can_win = [token for token, row in zip(tokens, output) if row.any()]
+    assert len(can_win) > 750
+    assert all(token.replace("Ġ", "", 1).isalnum() and token.replace("Ġ", "", 1).isascii() for token in can_win)
+    assert not [token for token in can_win if token.startswith("<|")]
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(("cache_type", "pool"), [("f16", "8.00 MiB"), ("q8_0", "4.25 MiB")])
 def test_the_real_server_starts_answers_and_stops(
     launcher: Launcher, wheel_server: Path, tiny_model: Path, free_port: int, cache_type: str, pool: str
