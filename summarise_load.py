@@ -183,6 +183,8 @@ STATISTICS = ("min", "p50", "p90", "p95", "p99", "max", "mean")
 STATISTIC_FIELDS = ("ttft_s", "tpot_s", "e2e_s", "connect_s", "chunk_gap_s", "output_tokens_per_request")
 TALLY_FIELDS = ("finish_reasons", "errors")
 OBJECT_FIELDS = ("client", "server", "ttft_split_s")
+TEXT_FIELDS = ("label", "engine", "engine_version", "model", "prompt_set", "host", "quant", "base_url", "arrival",
+               "seed", "run_id", "recorded_at", "first_error")  # fmt: skip
 UNDEFINED_AS_ZERO = ("ttft_s", "tpot_s", "prompt_tokens_mean")  # version 1 printed 0.0 where nothing was measured
 
 # How a line of load_test.py begins (keys are sorted): a torn line may hold no more than this.
@@ -204,7 +206,7 @@ class Record:
 
     @property
     def label(self) -> str:
-        return str(self.data.get("label", ""))
+        return str(self.data.get("label") or "")
 
     @property
     def concurrency(self) -> int:
@@ -366,8 +368,12 @@ def field_fault(data: Mapping[str, Any]) -> str | None:
     for name in OBJECT_FIELDS:
         if not isinstance(data.get(name), (dict, type(None))):
             return f"{name} is {json.dumps(data[name])[:40]}, neither an object nor null"
-    if not isinstance(data.get("label", ""), str):
-        return f"label is {json.dumps(data['label'])[:40]}, not a text"
+    for name in TEXT_FIELDS:
+        value = data.get(name)
+        if not (value is None or isinstance(value, str) or (name != "label" and as_number(value) is not None)):
+            return f"{name} is {json.dumps(value)[:40]}, not a text"
+    if not isinstance(data.get("interrupted"), (bool, type(None))):
+        return f"interrupted is {json.dumps(data['interrupted'])[:40]}, neither true nor false"
     if (as_number(data["concurrency"]) or 0) < 1:
         return f"concurrency is {json.dumps(data['concurrency'])[:40]}, not a number of requests"
     return None
@@ -2281,10 +2287,10 @@ def server_lines(level: Level) -> list[str]:
 
 def recovery_lines(book: Notebook, curve: Curve) -> list[str]:
     """Whether the server was idle and answered again after this curve's run."""
-    runs = {record.data.get("run_id") for level in curve.levels for record in level.records} - {None}
+    runs = {record.run for level in curve.levels for record in level.records}
     lines = []
     for record in book.recoveries:
-        if record.data.get("run_id") in runs:
+        if record.run in runs:
             after = record.number("after_s")
             states = [f"{'' if record.data.get(key) is True else 'not '}{key}" for key in ("idle", "answered")]
             lines.append(f"recovery: {', '.join(states)}{f' after {after:.1f} s' if after is not None else ''}")
