@@ -62,8 +62,11 @@ stop_by_pidfile() {
     say "  stopping process $pid: $2"
     kill "$pid" || true
     while kill -0 "$pid" 2>/dev/null; do
-      [ "$waited" -lt "${STOP_SECONDS:-60}" ] || { stop_here "process $pid still runs after $waited s" "look at it with: ps -p $pid"; return 0; }
-      sleep 1
+      [ "$waited" -lt $((${STOP_SECONDS:-60} * 5)) ] || {
+        stop_here "process $pid still runs after ${STOP_SECONDS:-60} s" "look at it with: ps -p $pid"
+        return 0
+      }
+      sleep 0.2
       waited=$((waited + 1))
     done
     ;;

@@ -355,12 +355,12 @@ stop_server() {
   SERVER_PID=""
   kill "$pid" 2>/dev/null || true
   while kill -0 "$pid" 2>/dev/null; do
-    if [ "$waited" -ge "${STOP_SECONDS:-60}" ]; then
-      printf '%s: the server (pid %s) did not stop in %s s: ending it\n' "$SCRIPT_NAME" "$pid" "$waited" >&2
+    if [ "$waited" -ge $((${STOP_SECONDS:-60} * 5)) ]; then
+      printf '%s: the server (pid %s) did not stop in %s s: ending it\n' "$SCRIPT_NAME" "$pid" "${STOP_SECONDS:-60}" >&2
       kill -9 "$pid" 2>/dev/null || true
       break
     fi
-    sleep 1
+    sleep 0.2
     waited=$((waited + 1))
   done
   wait "$pid" 2>/dev/null || true
