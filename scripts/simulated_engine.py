@@ -544,12 +544,12 @@ class BatchEngine:
         self.counters = Counters()
 
     def full(self) -> bool:
-        """Whether the next request would have to wait."""
-        return not self._free or bool(self.waiting)
+        """Whether the next request would have to wait: while any waits, no slot is free."""
+        return not self._free
 
     def submit(self, job: Job) -> None:
         """Admit the request if a slot is free, else put it at the end of the queue."""
-        if self._free and not self.waiting:
+        if self._free:
             self._admit(job, job.arrived)
             if self._blocking and self._busy_until is None:
                 self._start(max(job.arrived, self._model_time))
