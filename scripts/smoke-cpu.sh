@@ -144,6 +144,7 @@ load() {
   LOAD_PID=$!
   wait "$LOAD_PID" || status=$?
   LOAD_PID=""
+  [ "$status" -ne 130 ] || exit 130 # Ctrl-C: the load has said so itself
   [ "$status" -eq 0 ] || die "$label ended with status $status: see the lines above and $OUT" 1
 }
 
