@@ -2298,8 +2298,13 @@ def recovery_lines(book: Notebook, curve: Curve) -> list[str]:
 
 
 def reading_lines(readings: Sequence[Reading]) -> list[str]:
-    """One line per shape: the evidence, then one thing to try."""
-    return [f"{reading.evidence}. Try: {reading.advice}" for reading in readings]
+    """One line per shape: the evidence (at its highest level), where else it shows, and one thing to try."""
+    lines = []
+    for reading in readings:
+        also = [c for c in reading.levels if f"c={c}" not in reading.evidence]
+        named = f" (also at c={c_list(also)})" if also and "c" in reading.values else ""
+        lines.append(f"{reading.evidence}{named}. Try: {reading.advice}")
+    return lines
 
 
 def label_text(book: Notebook, curve: Curve, colour: bool) -> str:
