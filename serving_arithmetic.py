@@ -81,7 +81,8 @@ KV_TYPES = {
         KvType("iq4_nl", 32, 18),
     )
 }
-KV_ALIASES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+# vLLM's names; `auto` is the model's own 16 bits.
+KV_ALIASES = {"auto": "f16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "float16": "f16", "bfloat16": "bf16"}
 ONLY_VLLM = ("fp8",)
 
 BLOCK_SIZE = 16  # tokens per block of vLLM's paged cache on a GPU; on a CPU it is larger (the log's engine line says)
@@ -90,6 +91,7 @@ LLAMA_UBATCH = 512  # llama.cpp's default --ubatch-size: a sliding-window cache 
 LLAMA_FLOAT = 2.0**-23  # llama.cpp prints MiB through a 32-bit float: a relative error on top of the printed digits
 
 LAB = "part-09/lab-serve-twenty-concurrent-users"  # what marks a notebook line as one of this lab's
+LAB_SOURCE = "the lab's constants"
 LAB_SLOTS, LAB_CONTEXT = 20, 4096
 LAB_CONTEXTS = (100, 1500)
 LAB_BATCHES = (1, 5, 10, 20)
@@ -127,8 +129,13 @@ def count_text(value: int) -> str:
     return f"{value:,}"
 
 
-def gib_text(value: float) -> str:
-    return f"{value / GIB:.2f} GiB"
+def size_text(value: float) -> str:
+    """Bytes as GiB, or as MiB below one GiB, with two decimals.
+
+    >>> size_text(12_079_595_520), size_text(-16 * MIB)
+    ('11.25 GiB', '-16.00 MiB')
+    """
+    return f"{value / GIB:.2f} GiB" if abs(value) >= GIB else f"{value / MIB:.2f} MiB"
 
 
 def plain(text: object) -> str:
@@ -198,7 +205,6 @@ class Model:
     uniform: tuple[int, int] | None = None  # (KV heads, head dim) where every layer has these and no window
     notes: tuple[str, ...] = ()
     upper_bound: bool = False  # the KV figures are an upper bound; a note says why
-    native_kv: str = "f16"  # what `auto` means for this model
 
     @property
     def windowed(self) -> bool:
@@ -230,7 +236,7 @@ def lab_model() -> Model:
     """
     gguf = Weights("Q4_K_M GGUF", "the lab's file", 5_021_827_072, (("embedding look-up", 350_060_544),))
     awq = Weights("AWQ safetensors", "the lab's file", 6_098_581_864, (("embedding look-up", 151_936 * 4_096 * 2),))
-    return uniform_model("Qwen3-8B", "the lab's constants", 36, 8, 128, weights=(gguf, awq), native_kv="bf16")
+    return uniform_model("Qwen3-8B", LAB_SOURCE, 36, 8, 128, weights=(gguf, awq))
 
 
 def layer_groups(layers: Iterable[Layer]) -> list[tuple[Layer, int]]:
@@ -593,7 +599,7 @@ class Config:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_COUNT:
-            raise UsageError(f"{self.path}: {names[0]} is {plain(value)!r}; expected a whole number above 0")
+            raise UsageError(f"{self.path}: {names[0]} is {plain(repr(value))}; expected a whole number above 0")
         return value
 
     def needed(self, what: str) -> int:
@@ -650,12 +656,10 @@ def config_model(path: str, read_weights: bool = True) -> Model:
     weights: tuple[Weights, ...] = ()
     if read_weights and any(entry.endswith(".safetensors") for entry in sorted(os.listdir(folder))):
         weights = (safetensors_weights(folder, config, count),)
-    dtype = str(config.get("torch_dtype", "dtype") or "").rpartition(".")[2]
-    native = KV_ALIASES.get(dtype, "bf16")
     heads = None
     if len(set(layers)) == 1 and layers[0].v_values and layers[0].window is None and not layers[0].state_bytes:
         heads = (kv_heads(config, 0), head_dim(config))
-    return Model(plain(name), file, layers, weights, heads, tuple(config.notes), config.upper_bound, native)
+    return Model(plain(name), file, layers, weights, heads, tuple(config.notes), config.upper_bound)
 
 
 def layer_count(config: Config) -> int:
@@ -1094,7 +1098,7 @@ class Gguf:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-            raise UsageError(f"{self.path}: {self.arch}.{name} is {plain(value)!r}; expected a whole number")
+            raise UsageError(f"{self.path}: {self.arch}.{name} is {plain(repr(value))}; expected a whole number")
         return value
 
     def per_layer(self, name: str, layers: int, default: Sequence[int]) -> list[int]:
@@ -1127,7 +1131,7 @@ def gguf_model(path: str) -> Model:
     if reader.short:
         gguf.notes.append("the file is shorter than its tensor table says: cut short, or a header alone")
     all_blocks = gguf.count("block_count")
-    blocks = all_blocks - min(gguf.count("nextn_predict_layers", 0), all_blocks - 1)
+    blocks = all_blocks - min(gguf.count("nextn_predict_layers", 0), max(all_blocks - 1, 0))
     if not 0 < blocks <= 100_000:
         raise UsageError(f"{path}: {gguf.arch}.block_count is {all_blocks}")
     layers = gguf_layers(gguf, blocks)
@@ -1138,7 +1142,8 @@ def gguf_model(path: str) -> Model:
         heads = gguf.per_layer("attention.head_count_kv", blocks, [gguf.count("attention.head_count", 1)] * blocks)[0]
         uniform = (heads, first.k_values // heads) if heads else None
     name = plain(gguf.meta.get("general.name") or os.path.basename(path))
-    return Model(name, path, tuple(layers), (weights,), uniform, tuple(gguf.notes), gguf.upper_bound)
+    known = (weights,) if weights.total_bytes else ()
+    return Model(name, path, tuple(layers), known, uniform, tuple(gguf.notes), gguf.upper_bound)
 
 
 def split_parts(path: str, reader: GgufReader) -> list[GgufReader]:
@@ -1511,7 +1516,7 @@ def stated(value: int | None, logged: int | None, default: int) -> tuple[int, st
     """The value to predict with and where it comes from: the option, else the log, else the lab's default."""
     if value is not None:
         return value, "stated"
-    return (logged, "from the log") if logged is not None else (default, "the lab's")
+    return (logged, "from the log") if logged else (default, "the lab's")
 
 
 def check_llama(model: Model, log: LlamaLog, slots: int | None, context: int | None, kv_type: str | None) -> LogCheck:
@@ -1543,6 +1548,8 @@ def check_llama(model: Model, log: LlamaLog, slots: int | None, context: int | N
         f"predicted for {n_slots} slots ({slots_from}) of {per_slot:,} tokens ({context_from}), "
         f"keys {k_type}, values {v_type} ({type_from})"
     )
+    if model.source == LAB_SOURCE and not all(row.agrees for row in rows):
+        notes.append("the model is the lab's, as none is stated: --gguf, --config or --layers name another")
     if unified:
         notes.append(f"one unified cache: the slots share {count_text(cache.stream_context)} cells")
     if context is not None and cache.stream_context != (n_slots * per_slot if unified else per_slot):
@@ -1620,6 +1627,8 @@ def check_vllm(model: Model, log: VllmLog, context: int | None, kv_type: str, bl
                 "context", count_text(context), count_text(log.context), context == log.context, "tokens per request"
             )
         )
+    if log.tokens is None and log.concurrency is None:
+        raise UsageError("the log names memory for the cache but no tokens: vLLM had not finished its start")
     low = high = available
     if log.available is not None:
         logged = log.available
@@ -1640,7 +1649,7 @@ def check_vllm(model: Model, log: VllmLog, context: int | None, kv_type: str, bl
     if log.tokens is not None and any(row.what == "tokens" and row.agrees is False for row in rows):
         notes += vllm_hints(model, log.tokens, low, high)
     pool_text = (
-        gib_text(available) + " (stated)"
+        size_text(available) + " (stated)"
         if available is not None
         else f"{low / GIB:.3f} to {high / GIB:.3f} GiB (the log's two decimals)"
     )
@@ -2120,7 +2129,7 @@ def ceilings(model: Model, weights: Weights, machine: Machine, context: int, bat
 
 def ceiling_cells(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = (
-        f"B={row['batch']:<2}{row['aggregate_tokens_per_s']:>6.0f} ({row['per_user_tokens_per_s']:5.1f})"
+        f"B={row['batch']:<2} {row['aggregate_tokens_per_s']:>5.0f} ({row['per_user_tokens_per_s']:5.1f})"
         for row in rows
     )
     return "  ".join(cells)
@@ -2165,7 +2174,7 @@ def build_report(options: Options) -> dict[str, Any]:
         report["memory"] += memory_rows(options, kv_type, allocated)
     ceiling_type = report_types(options)[0]
     weights = served_weights(model, ceiling_type)
-    if weights is not None:
+    if weights is not None and weights.read_bytes(1) > 0:
         for machine in options.machines or LAB_MACHINES:
             for context in contexts_for(ctx):
                 report["ceilings"] += ceilings(model, weights, machine, context, batches_for(slots), ceiling_type)
@@ -2297,7 +2306,7 @@ def render_kv(options: Options, report: Mapping[str, Any]) -> list[str]:
 
 def render_weights(weights: Weights) -> list[str]:
     """Weights, and the bytes that a step reads of them."""
-    total = f"{weights.total_bytes:,} B = {gib_text(weights.total_bytes)}"
+    total = f"{weights.total_bytes:,} B = {size_text(weights.total_bytes)}"
     lines = [f"Weights: {plain(weights.name)}, {total} ({plain(weights.source)})"]
     parts = [f"{weights.total_bytes:,}", *(f"{size:,} ({why})" for why, size in weights.not_read)]
     batch = ""
@@ -2318,16 +2327,16 @@ def render_memory(options: Options, report: Mapping[str, Any]) -> list[str]:
     for row in report["memory"]:
         name = plain(row["weights"]) if row["weights_counted"] else "pool alone"
         text = f"  {name} + {row['kv_type']}" if row["weights_counted"] else f"  {name}, {row['kv_type']}"
-        text += f" = {row['needed_gib']:.2f} GiB"
+        text += f" = {size_text(row['needed_bytes'])}"
         memory = row["memory_bytes"]
         if memory is not None:
-            text += f" of {gib_text(memory)}: "
+            text += f" of {size_text(memory)}: "
             if row["fits"] is None:
-                text += f"leaves {gib_text(row['left_bytes'])} for the weights, which are not known"
+                text += f"leaves {size_text(row['left_bytes'])} for the weights, which are not known"
             elif row["fits"]:
-                text += f"fits, {gib_text(row['left_bytes'])} left for compute buffers, graphs and all else"
+                text += f"fits, {size_text(row['left_bytes'])} left for compute buffers, graphs and all else"
             else:
-                text += f"does not fit, {gib_text(-row['left_bytes'])} short"
+                text += f"does not fit, {size_text(-row['left_bytes'])} short"
             if row["most_slots"] is not None:
                 text += f"; at most {row['most_slots']} slots of {count_text(report['context'])} tokens"
         lines.append(text)
@@ -2353,7 +2362,7 @@ def render_vllm(model: Model, row: Mapping[str, Any]) -> list[str]:
     pool, block, blocks, context = row["available_bytes"], row["block_size"], row["blocks"], row["context"]
     size = f"{block} x {row['bytes_per_token']:,} B"
     most = f"{blocks:,} / ceil({context:,} / {block}) = {row['max_concurrency']:.2f}x"
-    lines = [f"vLLM with {gib_text(pool)} for the cache, {row['kv_type']}"]
+    lines = [f"vLLM with {size_text(pool)} for the cache, {row['kv_type']}"]
     lines.append(f"  blocks = floor({pool:,} B / ({size})) = {blocks:,}")
     lines.append(f"  tokens = {blocks:,} x {block} = {row['tokens']:,}")
     lines.append(f"  maximum concurrency at {context:,} tokens = {most}")
@@ -2599,11 +2608,11 @@ def bandwidth_list(text: str) -> tuple[Machine, ...]:
 
 
 def kv_type_list(text: str) -> tuple[str, ...]:
-    """Cache types, one or several; `auto` stays until the model is known."""
+    """Cache types, one or several."""
     names = []
     for word in text.split(","):
         name = KV_ALIASES.get(word.strip().lower(), word.strip().lower())
-        if name not in KV_TYPES and name != "auto":
+        if name not in KV_TYPES:
             raise argparse.ArgumentTypeError(f"{word!r} is not a cache type; known: {', '.join(KV_TYPES)}, auto")
         names.append(name)
     return tuple(dict.fromkeys(names))
@@ -2739,9 +2748,8 @@ def parse_options(args: argparse.Namespace) -> Options:
     refuse_contradictions(args)
     given = any(value not in (None, False) for name, value in vars(args).items() if name != "json")
     model = stated_model(args)
-    kv_types = tuple(dict.fromkeys(model.native_kv if name == "auto" else name for name in args.kv_type or ()))
     return Options(
-        model, args.slots, args.ctx, kv_types, args.bandwidth or (),
+        model, args.slots, args.ctx, args.kv_type or (), args.bandwidth or (),
         round(args.memory * GIB) if args.memory is not None else None,
         round(args.available_kv * GIB) if args.available_kv is not None else None,
         args.block_size, args.json, args.check_log, args.measured, args.label, not given,

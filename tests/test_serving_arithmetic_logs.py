@@ -1,0 +1,446 @@
+"""The prediction against engines' logs: real ones (cut to the start-up), and lines as engines print them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_serving_arithmetic_models import gguf_meta, write_config, write_gguf
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import serving_arithmetic as sa
+
+DATA = Path(__file__).resolve().parent / "data" / "arithmetic"
+
+START = "0.00.000.001 I srv    load_model: loading model 'model.gguf'\n"
+CONTEXT = "0.00.000.002 I llama_context: constructing llama_context\n"
+
+
+def kv_line(
+    mib: float, cells: int = 4096, layers: int = 36, seqs: str = "20/20", kv_type: str = "f16", share: float = 0.5
+) -> str:
+    """A size line with llama.cpp's own format string."""
+    keys = mib * share
+    return (
+        f"0.00.000.003 I llama_kv_cache: size = {mib:7.2f} MiB ({cells:6d} cells, {layers:3d} layers, {seqs:>5} seqs), "
+        f"K ({kv_type}): {keys:7.2f} MiB, V ({kv_type}): {mib - keys:7.2f} MiB\n"
+    )
+
+
+def slots_line(slots: int = 20, context: int = 4096, unified: str = "false") -> str:
+    return (
+        f"0.00.000.004 I srv    load_model: initializing, n_slots = {slots}, n_ctx_slot = {context}, "
+        f"kv_unified = '{unified}'\n"
+    )
+
+
+def check(capsys: pytest.CaptureFixture[str], tmp_path: Path, log: str, *args: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, the rows by name) of --check-log on this text."""
+    path = tmp_path / "server.log"
+    path.write_text(log, encoding="utf-8")
+    return check_file(capsys, path, *args)
+
+
+def check_file(capsys: pytest.CaptureFixture[str], path: Path, *args: object) -> tuple[int, dict[str, Any]]:
+    code = sa.main(["--check-log", str(path), *map(str, args), "--json"])
+    out, err = capsys.readouterr()
+    assert err == ""
+    answer = json.loads(out)
+    assert answer["agrees"] is (code == 0)
+    (one,) = answer["checks"]
+    return code, {**{row["what"]: row for row in one["comparisons"]}, "notes": one["notes"], "figures": one["figures"]}
+
+
+# ------------------------------------------------------------------------------------------------------ llama-server
+
+
+def test_a_real_llama_server_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """Build 11434 on a CPU: 2 layers, 2 KV heads of 32, 8 slots of 4,096."""
+    shape = ("--layers", 2, "--kv-heads", 2, "--head-dim", 32)
+    log = DATA / "llama-server-tiny.log"
+    code, rows = check_file(capsys, log, *shape, "--slots", 8, "--ctx", 4096, "--kv-type", "f16")
+    assert code == 0
+    assert rows["KV cache"]["log"] == "16.00 MiB" and rows["slots"]["log"] == "8"
+    assert rows["context per slot"]["log"] == "4,096" and rows["layers with a cache"]["log"] == "2"
+    for wrong in (("--slots", 4), ("--ctx", 2048), ("--kv-type", "q8_0")):
+        code, rows = check_file(capsys, log, *shape, *wrong)
+        assert code == 1 and rows["KV cache"]["agrees"] is False
+    code, rows = check_file(capsys, log)
+    assert code == 1, "the lab's model is not this one"
+    assert any("the model is the lab's" in note for note in rows["notes"])
+
+
+LAB = START + CONTEXT + kv_line(11520.0) + slots_line()
+
+
+def test_the_labs_own_log_agrees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, rows = check(capsys, tmp_path, LAB, "--slots", 20, "--ctx", 4096, "--kv-type", "f16")
+    assert code == 0
+    assert {name: row["agrees"] for name, row in rows.items() if "agrees" in row} == dict.fromkeys(
+        ("slots", "context per slot", "cache type", "KV cache", "keys", "values", "layers with a cache"), True
+    )
+    assert check(capsys, tmp_path, LAB)[0] == 0, "what is not stated is the log's"
+
+
+@pytest.mark.parametrize(
+    ("log", "args", "differs"),
+    [
+        (START + kv_line(4608.0, seqs="8/8") + slots_line(8), ("--slots", 20), {"slots", "KV cache", "keys", "values"}),
+        (START + kv_line(5760.0, 2048) + slots_line(20, 2048), ("--ctx", 4096),
+         {"context per slot", "KV cache", "keys", "values"}),
+        (START + kv_line(6120.0, kv_type="q8_0") + slots_line(), ("--kv-type", "f16"),
+         {"cache type", "KV cache", "keys", "values"}),
+        (LAB.replace("11520.00", "11520.01"), (), {"KV cache"}),  # the last printed digit
+        (START + kv_line(11200.0, layers=35) + slots_line(), (), {"KV cache", "keys", "values", "layers with a cache"}),
+        (START + kv_line(11520.0, share=0.6) + slots_line(), (), {"keys", "values"}),
+    ],
+)  # fmt: skip
+def test_another_configuration_than_predicted_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, log: str, args: tuple[object, ...], differs: set[str]
+) -> None:
+    code, rows = check(capsys, tmp_path, log, *args)
+    assert code == 1
+    assert {name for name, row in rows.items() if "agrees" in row and row["agrees"] is False} == differs
+
+
+@given(st.integers(1, 64), st.integers(1, 80), st.sampled_from(["f16", "q8_0", "q4_0"]), st.integers(1, 64))
+@settings(deadline=None, max_examples=200)
+def test_no_honest_log_is_accused(
+    tmp_path_factory: pytest.TempPathFactory, slots: int, layers: int, kv_type: str, steps: int
+) -> None:
+    """A size printed as llama.cpp prints it, through a 32-bit float, agrees; 0.02 MiB more does not."""
+    model = sa.uniform_model("toy", "here", layers, 4, 96)
+    context = 256 * steps
+    keys, values, _ = sa.llama_cache_bytes(model, sa.LlamaCache(slots, context, kv_type, kv_type))
+    path = tmp_path_factory.mktemp("log") / "server.log"
+    seqs = f"{slots}/{slots}"
+    for extra, agrees in ((0.0, True), (0.02 + 1e-6 * (keys + values) / sa.MIB, False)):
+        total = (keys + values) / sa.MIB + extra
+        line = kv_line(total, context, layers, seqs, kv_type)
+        path.write_text(START + CONTEXT + line + slots_line(slots, context), encoding="utf-8")
+        log, _ = sa.read_logs(str(path))
+        assert log is not None
+        assert sa.check_llama(model, log, slots, context, kv_type).agrees is agrees
+
+
+def test_keys_and_values_of_two_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = kv_line(11520.0).replace("K (f16): 5760.00", "K (q8_0): 3060.00").replace("11520.00", "8820.00")
+    code, rows = check(capsys, tmp_path, START + line + slots_line())
+    assert code == 0 and rows["figures"]["k_type"] == "q8_0" and rows["figures"]["v_type"] == "f16"
+
+
+def test_a_context_that_llama_rounds_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, rows = check(capsys, tmp_path, kv_line(2880.0, 1024) + slots_line(20, 1024), "--ctx", 1000)
+    assert code == 0 and rows["context per slot"]["predicted"] == "1,024"
+    assert any("up to a multiple of 256" in note for note in rows["notes"])
+
+
+# Lines that servers printed for models with sliding windows, as their users published them.
+GPT_OSS = gguf_meta("gpt-oss", 24, 64, 8, 64, attention__sliding_window=128)
+GPT_OSS_LOG = """\
+llama_context: constructing llama_context
+llama_context: n_ctx_seq     = 131072
+llama_context: n_ubatch      = 512
+llama_context: kv_unified    = false
+llama_kv_cache_iswa: creating non-SWA KV cache, size = 131072 cells
+llama_kv_cache: size = 3072.00 MiB (131072 cells,  12 layers,  1/1 seqs), K (f16): 1536.00 MiB, V (f16): 1536.00 MiB
+llama_kv_cache_iswa: creating     SWA KV cache, size = 768 cells
+llama_kv_cache: size =   18.00 MiB (   768 cells,  12 layers,  1/1 seqs), K (f16):    9.00 MiB, V (f16):    9.00 MiB
+"""
+GPT_OSS_UBATCH_LOG = """\
+llama_context: n_ctx_seq     = 131072
+llama_context: n_ubatch      = 2048
+llama_kv_cache: size = 3072.00 MiB (131072 cells,  12 layers,  1/1 seqs), K (f16): 1536.00 MiB, V (f16): 1536.00 MiB
+llama_kv_cache: size =   54.00 MiB (  2304 cells,  12 layers,  1/1 seqs), K (f16):   27.00 MiB, V (f16):   27.00 MiB
+"""
+GEMMA2 = gguf_meta("gemma2", 26, 8, 4, 256, attention__sliding_window=4096)
+GEMMA2_LOG = """\
+llama_context: constructing llama_context
+llama_context: n_seq_max     = 4
+llama_context: n_ctx_seq     = 8192
+llama_context: n_ubatch      = 512
+llama_context: kv_unified    = true
+llama_kv_cache: size =  416.00 MiB (  8192 cells,  13 layers,  4/1 seqs), K (f16):  208.00 MiB, V (f16):  208.00 MiB
+llama_kv_cache: size =  416.00 MiB (  8192 cells,  13 layers,  4/1 seqs), K (f16):  208.00 MiB, V (f16):  208.00 MiB
+srv          init: initializing slots, n_slots = 4
+slot         init: id  0 | task -1 | new slot, n_ctx = 8192
+"""
+LAGUNA = gguf_meta("laguna", 48, 64, 8, 128, attention__sliding_window=512)
+LAGUNA_LOG = """\
+0.48 I llama_kv_cache: size = 13824.00 MiB (1048576 cells,  12 layers,  1/1 seqs), K (q4_0): 6912.00 MiB, V (q4_0): 6912.00 MiB
+0.49 I llama_kv_cache: size =   40.50 MiB (  1024 cells,  36 layers,  1/1 seqs), K (q4_0):   20.25 MiB, V (q4_0):   20.25 MiB
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("meta", "log", "sizes"),
+    [
+        (GPT_OSS, GPT_OSS_LOG, "3090.00 MiB"),
+        (GPT_OSS, GPT_OSS_UBATCH_LOG, "3126.00 MiB"),  # a larger micro-batch
+        (GEMMA2, GEMMA2_LOG, "832.00 MiB"),  # one unified cache for four slots; the two equal lines both count
+        (LAGUNA, LAGUNA_LOG, "13864.50 MiB"),
+    ],
+    ids=["gpt-oss", "gpt-oss ubatch 2048", "gemma2 unified", "laguna"],
+)
+def test_several_cache_lines_are_added(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, meta: dict[str, Any], log: str, sizes: str
+) -> None:
+    code, rows = check(capsys, tmp_path, log, "--gguf", write_gguf(tmp_path, meta))
+    assert code == 0
+    assert rows["KV cache"]["predicted"] == rows["KV cache"]["log"] == sizes
+    assert rows["KV cache"]["how"].startswith("sum of 2 size lines")
+    lines = log.splitlines(keepends=True)
+    last = max(index for index, line in enumerate(lines) if "llama_kv_cache: size" in line)
+    assert check(capsys, tmp_path, "".join(lines[:last] + lines[last + 1 :]), "--gguf", tmp_path / "model.gguf")[0] == 1
+
+
+def test_a_window_kept_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = (
+        "llama_kv_cache_iswa: using full-size SWA cache (ref: somewhere)\n"
+        + kv_line(96.0, 4096, 12, "1/1") + kv_line(96.0, 4096, 12, "1/1") + slots_line(1)
+    )  # fmt: skip
+    assert check(capsys, tmp_path, log, "--gguf", write_gguf(tmp_path, GPT_OSS))[0] == 0
+
+
+def test_fixed_states_of_a_hybrid_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    meta = gguf_meta("qwen3next", 8, 16, 2, 256, ssm__state_size=128, ssm__conv_kernel=4, ssm__inner_size=4096,
+                     ssm__group_count=16)  # fmt: skip
+    per_slot = 6 * 4 * (3 * (4096 + 2 * 16 * 128) + 128 * 4096)
+    size = 4 * per_slot / sa.MIB
+    state = (
+        f"llama_memory_recurrent: size = {size:7.2f} MiB (     4 cells,   8 layers,  4 seqs  0 rs_seq), "
+        "R (f32):    2.00 MiB, S (f32):   48.00 MiB, P (f32):    0.00 MiB\n"
+    )
+    log = kv_line(4096 * 4 * 4096 / sa.MIB, 4096, 2, "4/4") + state + slots_line(4)
+    path = write_gguf(tmp_path, meta)
+    code, rows = check(capsys, tmp_path, log, "--gguf", path, "--slots", 4)
+    assert code == 0 and rows["fixed states"]["agrees"] is True
+    code, rows = check(capsys, tmp_path, log.replace(f"{size:7.2f}", f"{size + 1:7.2f}"), "--gguf", path)
+    assert code == 1 and rows["fixed states"]["agrees"] is False
+
+
+def test_latent_attention_has_no_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    meta = gguf_meta("deepseek2", 6, 16, 1, 576, attention__key_length_mla=192, attention__value_length_mla=128)
+    line = kv_line(54.0, 4096, 6, "2/2", share=1.0)
+    code, rows = check(capsys, tmp_path, line + slots_line(2), "--gguf", write_gguf(tmp_path, meta))
+    assert code == 0 and rows["values"]["log"] == "0.00 MiB"
+
+
+def test_the_last_start_in_a_log_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first = START + CONTEXT + kv_line(4608.0, seqs="8/8") + slots_line(8)
+    code, rows = check(capsys, tmp_path, first + LAB, "--slots", 20)
+    assert code == 0 and any("2 starts" in note for note in rows["notes"])
+    assert check(capsys, tmp_path, LAB + first, "--slots", 20)[0] == 1
+
+
+def test_trial_allocations_and_draft_models_do_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Debug logs show the allocation that --fit tries; a draft model has a context of its own."""
+    trial = (CONTEXT + kv_line(11520.0)).replace(" I ", " D ")
+    spoken = CONTEXT + kv_line(11520.0)
+    draft = CONTEXT + kv_line(64.0, layers=2)
+    for log in (trial + LAB, spoken + LAB, START + CONTEXT + kv_line(11520.0) + draft + slots_line()):
+        assert check(capsys, tmp_path, log, "--slots", 20)[0] == 0
+    assert any("draft model" in note for note in check(capsys, tmp_path, log, "--slots", 20)[1]["notes"])
+
+
+def test_buffers_where_the_log_has_no_size_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = (
+        "llama_kv_cache:      CUDA0 KV buffer size =  6080.00 MiB\n"
+        "llama_kv_cache:      CUDA1 KV buffer size =  5440.00 MiB\n" + slots_line()
+    )
+    code, rows = check(capsys, tmp_path, log)
+    assert code == 0 and rows["KV cache"]["how"].startswith("sum of 2 KV buffers")
+    assert check(capsys, tmp_path, log.replace("5440", "5444"))[0] == 1
+
+
+def test_older_wordings_colours_and_line_ends(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    old = (
+        "llama_kv_cache_unified: size = 11520.00 MiB (  4096 cells,  36 layers, 20 seqs), "
+        "K (f16): 5760.00 MiB, V (f16): 5760.00 MiB\n"
+    )
+    older = "llama_new_context_with_model: KV self size  = 11520.00 MiB, K (f16): 5760.00 MiB, V (f16): 5760.00 MiB\n"
+    for log in (
+        old + slots_line(),
+        older + slots_line(),
+        LAB.replace("\n", "\r\n"),
+        LAB.replace(" I ", " \x1b[32mI \x1b[0m"),
+    ):
+        assert check(capsys, tmp_path, log, "--slots", 20, "--ctx", 4096)[0] == 0
+
+
+def test_an_unknown_cache_type_in_the_log_asks_for_the_option(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(kv_line(11520.0, kv_type="q9_9"), encoding="utf-8")
+    assert sa.main(["--check-log", str(path)]) == 2
+    assert "cache type 'q9_9' is not known here; state --kv-type" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- vLLM
+
+
+def test_a_real_vllm_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM 0.28.0 on a CPU, --kv-cache-memory-bytes 41943040: 2 layers, 2 KV heads of 32, 20 x 4,096 tokens."""
+    log = DATA / "vllm-cpu-tiny.log"
+    config = DATA / "tiny-qwen3-config.json"
+    for stated in ((), ("--available-kv", 41_943_040 / sa.GIB)):
+        code, rows = check_file(capsys, log, "--config", config, "--ctx", 4096, "--kv-type", "auto", *stated)
+        assert code == 0
+        assert rows["tokens"]["log"] == "81,920" and rows["maximum concurrency"]["log"] == "20.00x"
+    assert rows["tokens"]["predicted"] == "81,920"
+    for wrong in (("--ctx", 2048), ("--kv-type", "fp8"), ("--available-kv", 0.05)):
+        assert check_file(capsys, log, "--config", config, *wrong)[0] == 1
+
+
+WORKER = "(EngineCore pid=7) INFO 11-29 16:26:47 [gpu_worker.py:381] "
+RESERVED = (
+    WORKER + "Initial free memory 110.04 GiB, reserved {} GiB memory for KV Cache as specified by "
+    "kv_cache_memory_bytes config and skipped memory profiling. This does not respect the gpu_memory_utilization "
+    "config.\n"
+)
+AVAILABLE = WORKER + "Available KV cache memory: {} GiB\n"
+TWO_LINES = (
+    "INFO 11-29 16:26:47 [kv_cache_utils.py:1710] GPU KV cache size: {} tokens\n"
+    "INFO 11-29 16:26:47 [kv_cache_utils.py:1711] Maximum concurrency for 4,096 tokens per request: {}x\n"
+)
+ONE_LINE = (
+    "INFO 11-29 16:26:47 [kv_cache_utils.py:1869] GPU KV cache size: {} tokens, "
+    "Maximum concurrency for 4,096 tokens per request: {}x\n"
+)
+
+
+@pytest.mark.parametrize("lines", [TWO_LINES, ONE_LINE])
+@pytest.mark.parametrize(
+    ("memory", "kv_type", "tokens", "concurrency"),
+    [
+        (AVAILABLE.format("7.0"), "f16", "50,960", "12.44"),
+        (AVAILABLE.format("7.00"), "f16", "50,960", "12.44"),
+        (RESERVED.format("11.25"), "auto", "81,920", "20.00"),
+        (RESERVED.format("5.62"), "fp8", "81,920", "20.00"),
+        (RESERVED.format("11.25"), "fp8", "163,840", "40.00"),
+    ],
+)
+def test_vllms_tokens_follow_from_its_memory(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    lines: str,
+    memory: str,
+    kv_type: str,
+    tokens: str,
+    concurrency: str,
+) -> None:
+    log = memory + lines.format(tokens, concurrency)
+    assert check(capsys, tmp_path, log, "--kv-type", kv_type, "--ctx", 4096, "--slots", 20)[0] == 0
+    wrong = "f16" if kv_type == "fp8" else "fp8"
+    code, rows = check(capsys, tmp_path, log, "--kv-type", wrong)
+    assert code == 1 and rows["tokens"]["agrees"] is False
+    other = log.replace(f"{concurrency}x", f"{float(concurrency) + 0.02:.2f}x")
+    code, rows = check(capsys, tmp_path, other, "--kv-type", kv_type)
+    assert code == 1 and rows["maximum concurrency"]["agrees"] is False and rows["tokens"]["agrees"] is True
+
+
+def test_a_stated_pool_is_exact(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = RESERVED.format("11.25") + ONE_LINE.format("81,936", "20.00")
+    assert check(capsys, tmp_path, log)[0] == 0, "the log's two decimals allow it"
+    code, rows = check(capsys, tmp_path, log, "--available-kv", "11.25")
+    assert code == 1 and rows["tokens"]["predicted"] == "81,920"
+    code, rows = check(capsys, tmp_path, log, "--available-kv", "12")
+    assert code == 1 and rows["pool"]["agrees"] is False
+
+
+def test_another_type_or_block_size_is_guessed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = RESERVED.format("5.62") + ONE_LINE.format("40,960", "10.00")
+    code, rows = check(capsys, tmp_path, log, "--kv-type", "fp8", "--available-kv", "5.625")
+    assert code == 1 and any("those of cache type bf16 with blocks of 16" in note for note in rows["notes"])
+
+
+def test_larger_blocks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = AVAILABLE.format("7.0") + ONE_LINE.format("50,944", "12.44")
+    code, rows = check(capsys, tmp_path, log, "--block-size", 128, "--available-kv", 7)
+    assert code == 0 and rows["figures"]["predicted_blocks"] == [398, 398]
+    assert check(capsys, tmp_path, log, "--available-kv", 7)[0] == 1
+
+
+def test_a_context_that_is_no_multiple_of_the_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Newer versions print concurrency x context for the tokens, which is less than blocks x block size."""
+    for tokens in ("50,960", str(3185 * 1000 // 63)):
+        log = (AVAILABLE.format("7.0") + ONE_LINE.format(tokens, f"{3185 / 63:.2f}")).replace("4,096", "1,000")
+        assert check(capsys, tmp_path, log, "--available-kv", 7, "--ctx", 1000)[0] == 0
+
+
+def test_the_last_start_and_the_smallest_worker_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first = AVAILABLE.format("3.0") + ONE_LINE.format("21,840", "5.33")
+    last = AVAILABLE.format("7.5") + AVAILABLE.format("7.0") + ONE_LINE.format("50,960", "12.44")
+    assert check(capsys, tmp_path, first + last)[0] == 0
+
+
+def test_a_model_with_windows_is_shown_but_not_judged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = json.loads((DATA / "configs.json").read_text(encoding="utf-8"))["gpt-oss-20b"]
+    log = AVAILABLE.format("7.0") + ONE_LINE.format("290,000", "70.80")
+    code, rows = check(capsys, tmp_path, log, "--config", write_config(tmp_path, config))
+    assert code == 0 and rows["tokens"]["agrees"] is None
+    assert any("not judged" in note for note in rows["notes"])
+
+
+# ----------------------------------------------------------------------------------------------------------- any log
+
+
+@pytest.mark.parametrize("raw", [b"", b"hello\n", b"\x00\xff" * 100, b"llama_kv_cache: size = many MiB\n"])
+def test_a_log_without_a_cache_line_says_how_to_get_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, raw: bytes
+) -> None:
+    path = tmp_path / "server.log"
+    path.write_bytes(raw)
+    assert sa.main(["--check-log", str(path)]) == 2
+    assert "--verbosity 4" in capsys.readouterr().err
+
+
+def test_a_log_in_utf_16_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(LAB, encoding="utf-16")
+    assert sa.main(["--check-log", str(path)]) == 2
+    assert "is UTF-16" in capsys.readouterr().err
+
+
+def test_tokens_without_memory_ask_for_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(ONE_LINE.format("50,960", "12.44"), encoding="utf-8")
+    assert sa.main(["--check-log", str(path)]) == 2
+    assert "state it with --available-kv" in capsys.readouterr().err
+    assert sa.main(["--check-log", str(path), "--available-kv", "7"]) == 0
+
+
+def test_the_text_says_the_verdict_last(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(LAB, encoding="utf-8")
+    assert sa.main(["--check-log", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        shown.endswith("agrees with the prediction\n") and "predicted   11520.00 MiB  log   11520.00 MiB  ok" in shown
+    )
+    assert sa.main(["--check-log", str(path), "--slots", "8"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.endswith("differs: slots, KV cache, keys, values: another configuration than predicted\n")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([
+    START, CONTEXT, kv_line(11520.0), slots_line(), AVAILABLE.format("7.0"), ONE_LINE.format("50,960", "12.44"),
+    "llama_context: n_ctx_seq = 0\n", slots_line(0, 0), kv_line(0.0, 0, 0, "0/0"), AVAILABLE.format("0.0"),
+    "GPU KV cache size: 0 tokens\n", "Maximum concurrency for 0 tokens per request: 0.00x\n",
+]), max_size=8))  # fmt: skip
+def test_no_order_of_lines_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    path = tmp_path_factory.mktemp("log") / "server.log"
+    path.write_text("".join(lines), encoding="utf-8")
+    options = sa.build_parser().parse_args(["--check-log", str(path)])
+    try:
+        shown, code = sa.run(sa.parse_options(options))
+    except sa.UsageError:
+        return
+    assert code in (0, 1) and shown
