@@ -72,7 +72,7 @@ MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
 MAX_MESSAGE_CHARS = 300
-READ_BUFFER_BYTES = 256 * 1024  # asyncio's own read size
+READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew each time
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 COALESCED_MIN_TOKENS = 8
 COALESCED_MOMENTS = 3
@@ -600,6 +600,8 @@ class EventReader:
 PLAIN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+\Z')
 NOT_LITERAL = bytes(range(0x20)) + b'"\\'
 GIVE_UP_AFTER = 8
+HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a stream, and how long each may be
+NO_TAIL = b"\0 no read ends like this"
 
 
 class _ChunkHeaders(dict[int, bytes]):
@@ -628,12 +630,12 @@ class PlainDeltas:
     def __init__(self, prefix: bytes, suffix: bytes, channel: str, chunked: bool) -> None:
         self.channel = channel
         self._prefix = prefix
-        self._tail = suffix + (b"\n\n\r\n" if chunked else b"\n\n")
+        self.tail = suffix + (b"\n\n\r\n" if chunked else b"\n\n")
         self._headers = _ChunkHeaders(len(prefix) + len(suffix) + 2, chunked)
 
     def take(self, data: bytes) -> tuple[list[bytes], int]:
         """The texts of the plain events that `data` starts with, and how many bytes they take."""
-        pieces = data.split(self._tail)
+        pieces = data.split(self.tail)
         rest = len(pieces.pop())
         prefix, headers = self._prefix, self._headers
         texts: list[bytes] = []
@@ -650,7 +652,7 @@ class PlainDeltas:
                     break
         if len(texts) == len(pieces):
             return texts, len(data) - rest
-        return texts, sum(map(len, pieces[: len(texts)])) + len(texts) * len(self._tail)
+        return texts, sum(map(len, pieces[: len(texts)])) + len(texts) * len(self.tail)
 
 
 def learn_plain(event: ServerEvent, doc: Json, channel: str, text: str, chunked: bool) -> PlainDeltas | None:
@@ -781,6 +783,9 @@ class Observation:
         self._answer = bytearray()  # the answer as the inside of a JSON string
         self._thoughts = bytearray()
         self._plain: PlainDeltas | None = None
+        self._tail = NO_TAIL
+        self._held: list[bytes] = []  # reads that look plain, not parsed yet ...
+        self._held_at: list[float] = []  # ... and when each arrived
         self._misses = 0
         self._error_body: bytearray | None = None
         self._tail_at: float | None = None  # since when the outcome is known and only the end is missing
@@ -793,7 +798,36 @@ class Observation:
             self.over, self.ended_at = True, at_s
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Bytes that arrived at `at_s`; ignored once the response is over."""
+        """Bytes that arrived at `at_s`; ignored once the response is over.
+
+        A short read that ends like a plain delta is only stamped and put by: many together cost
+        a fraction of many one by one. Whatever ends otherwise (and so every end) is parsed at once.
+        """
+        if data.endswith(self._tail) and len(data) < HOLD_BYTES and len(self._held) < HOLD_READS:
+            self._held.append(data)
+            self._held_at.append(at_s)
+            return
+        self.release()
+        self._feed_now(data, at_s)
+
+    def release(self) -> None:
+        """Parse the reads that were put by."""
+        held, held_at = self._held, self._held_at
+        if not held:
+            return
+        self._held, self._held_at = [], []
+        if self._plain is not None and self._at_boundary:
+            texts, taken = self._plain.take(b"".join(held))
+            if len(texts) == len(held) and taken == sum(map(len, held)) and not self.over:
+                # as many plain events as reads that end with one: each read was one event
+                self._misses = 0
+                self._note_moments(held_at)
+                self._note_plain(texts)
+                return
+        for data, at_s in zip(held, held_at):
+            self._feed_now(data, at_s)
+
+    def _feed_now(self, data: bytes, at_s: float) -> None:
         try:
             while data and not self.over:
                 data = self._take_plain(data, at_s)
@@ -806,6 +840,7 @@ class Observation:
 
     def end_of_stream(self, at_s: float, reset: str | None = None) -> None:
         """The connection was closed by the other side (`reset`: how, if not cleanly)."""
+        self.release()
         if self.over:
             return
         if self._error_body is not None:
@@ -820,6 +855,7 @@ class Observation:
 
     def deadline_at(self, timeout_s: float) -> float:
         """When to give up on this response if no further token comes until then."""
+        self.release()
         if self._tail_at is not None:
             return self._tail_at + min(TAIL_GRACE_S, timeout_s)
         return (self.last_token_at or self.written_at) + timeout_s
@@ -836,16 +872,23 @@ class Observation:
     # -- the short cut, then the full parser
 
     def _take_plain(self, data: bytes, at_s: float) -> bytes:
-        plain = self._plain
-        if plain is None or not (self.http.at_chunk_boundary and self.events.at_event_boundary):
+        if self._plain is None or not self._at_boundary:
             return data
-        texts, taken = plain.take(data)
+        texts, taken = self._plain.take(data)
         if not texts:
             return data
         self._misses = 0
         self._note_text(len(texts), at_s)
-        (self._answer if plain.channel == "content" else self._thoughts).extend(b"".join(texts))
+        self._note_plain(texts)
         return data[taken:]
+
+    @property
+    def _at_boundary(self) -> bool:
+        return self.http.at_chunk_boundary and self.events.at_event_boundary
+
+    def _note_plain(self, texts: Sequence[bytes]) -> None:
+        assert self._plain is not None
+        (self._answer if self._plain.channel == "content" else self._thoughts).extend(b"".join(texts))
 
     def _one_event(self, data: bytes) -> int:
         """How much to parse in full before the short cut is tried again."""
@@ -953,6 +996,16 @@ class Observation:
         if only_text and not tool and len(written) == 1 and len(doc["choices"]) == 1 and self._misses < GIVE_UP_AFTER:
             channel, text = written[0]
             self._plain = learn_plain(event, doc, channel, text, self.http.chunked)
+            self._tail = NO_TAIL if self._plain is None else self._plain.tail
+
+    def _note_moments(self, moments: Sequence[float]) -> None:
+        """One delta at each of some later moments."""
+        if self.first_token_at is None:
+            self.first_token_at = moments[0]
+        self.last_token_at = moments[-1]
+        self.deltas += len(moments)
+        self.moments.extend(moments)
+        self.counts.extend([1] * len(moments))
 
     def _note_text(self, deltas: int, at_s: float) -> None:
         if self.first_token_at is None:
@@ -1128,7 +1181,7 @@ class Route:
     """A target with the one address that answered, so that no look-up is inside a timing."""
 
     target: Target
-    address: str
+    address: tuple[Any, ...]  # as getaddrinfo gives it: host, port and, for IPv6, flow and scope
     headers: tuple[tuple[str, str], ...]
     timeout_s: float
     secrets: Secrets
@@ -1152,7 +1205,7 @@ def connect_error_text(error: BaseException, limit_s: float) -> str:
         return f"no connection within {limit_s:g} s"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused (wrong port, or no server there yet)"
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return text or type(error).__name__
 
 
@@ -1179,45 +1232,32 @@ class PlainAnswer:
         self.over = True
 
 
-_read_buffer = memoryview(bytearray(READ_BUFFER_BYTES))  # emptied inside each call: one is enough for every connection
+class _Link:
+    """One connection: writes its request as soon as it is open and hands over what arrives.
 
-
-class _Connection(asyncio.BufferedProtocol):
-    """Writes one request as soon as the connection is open and hands over what arrives.
-
-    The clock is read once per read, before anything looks at the bytes.
+    The clock is read once per read, before anything looks at the bytes. `ended` is done
+    once the watcher is satisfied or the other side has closed.
     """
 
-    def __init__(self, payload: bytes, watcher: Observation | PlainAnswer, ended: asyncio.Future[None]) -> None:
+    def __init__(self, route: Route, payload: bytes, watcher: Observation | PlainAnswer) -> None:
+        self._route = route
         self._payload = payload
         self._watcher = watcher
-        self.ended = ended
-        self.transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self._watcher.written_at = time.perf_counter()
-        transport.write(self._payload)
+    async def open(self) -> None:
+        """Connect and send. Raises OSError, of which TLS errors are a kind."""
+        raise NotImplementedError
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return _read_buffer
+    def close(self) -> None:
+        """Drop the connection, in whatever state it is."""
+        raise NotImplementedError
 
-    def buffer_updated(self, nbytes: int) -> None:
-        at_s = time.perf_counter()
-        watcher = self._watcher
-        watcher.feed(bytes(_read_buffer[:nbytes]), at_s)
-        if watcher.over:
-            self._end()
-
-    def eof_received(self) -> None:
-        self._watcher.end_of_stream(time.perf_counter())
-        self._end()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        if not self._watcher.over:
-            reset = None if exc is None else f"connection lost ({connect_error_text(exc, 0)})"
-            self._watcher.end_of_stream(time.perf_counter(), reset)
+    def _closed(self, error: BaseException | None) -> None:
+        """The other side has closed, in order or not."""
+        reset = None if error is None else f"connection lost ({connect_error_text(error, 0)})"
+        self._watcher.end_of_stream(time.perf_counter(), reset)
         self._end()
 
     def _end(self) -> None:
@@ -1225,7 +1265,101 @@ class _Connection(asyncio.BufferedProtocol):
             self.ended.set_result(None)
 
 
-async def _converse(route: Route, connection: _Connection, ended: asyncio.Future[None], limit_s: float) -> None:
+class _SocketLink(_Link):
+    """A plain socket on the event loop's selector: a read costs half of what a transport's does."""
+
+    _socket: socket.socket | None = None
+
+    async def open(self) -> None:
+        family = socket.AF_INET6 if len(self._route.address) == 4 else socket.AF_INET
+        sock = self._socket = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await self._loop.sock_connect(sock, self._route.address)
+        self._receive = sock.recv
+        self._watcher.written_at = time.perf_counter()
+        try:
+            sent = sock.send(self._payload)
+        except BlockingIOError:
+            sent = 0
+        self._loop.add_reader(sock, self._readable)
+        if sent < len(self._payload):
+            await self._send_rest(sock, memoryview(self._payload)[sent:])
+
+    async def _send_rest(self, sock: socket.socket, rest: memoryview) -> None:
+        """What did not fit into the send buffer; a server may answer, and close, before it has read all."""
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            await self._loop.sock_sendall(sock, rest)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _readable(self) -> None:
+        try:
+            data = self._receive(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._stop_reading()
+            self._closed(error)
+            return
+        at_s = time.perf_counter()
+        watcher = self._watcher
+        if data:
+            watcher.feed(data, at_s)
+            if watcher.over:
+                self._stop_reading()
+                self._end()
+        else:
+            self._stop_reading()
+            self._closed(None)
+
+    def _stop_reading(self) -> None:
+        assert self._socket is not None
+        self._loop.remove_reader(self._socket)
+
+
+class _TransportLink(_Link, asyncio.Protocol):
+    """The same over asyncio's transports: for TLS, and for event loops without a selector."""
+
+    _transport: asyncio.Transport | None = None
+
+    async def open(self) -> None:
+        host, port = self._route.address[:2]
+        name = self._route.target.host if self._route.tls else None
+        await self._loop.create_connection(lambda: self, host, port, ssl=self._route.tls, server_hostname=name)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._watcher.written_at = time.perf_counter()
+        transport.write(self._payload)
+
+    def data_received(self, data: bytes) -> None:
+        at_s = time.perf_counter()
+        self._watcher.feed(data, at_s)
+        if self._watcher.over:
+            self._end()
+
+    def eof_received(self) -> None:
+        self._closed(None)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._closed(exc)
+
+
+def _link(route: Route, payload: bytes, watcher: Observation | PlainAnswer) -> _Link:
+    selects = isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop)
+    return (_SocketLink if selects and route.tls is None else _TransportLink)(route, payload, watcher)
+
+
+async def _converse(link: _Link, limit_s: float) -> None:
     """Connect within `limit_s`, then wait until the watcher is satisfied.
 
     A timer instead of asyncio.wait_for, which would start a task for every connection.
@@ -1243,45 +1377,40 @@ async def _converse(route: Route, connection: _Connection, ended: asyncio.Future
 
     timer = loop.call_later(limit_s, expire)
     try:
-        await loop.create_connection(
-            lambda: connection,
-            route.address,
-            route.target.port,
-            ssl=route.tls,
-            server_hostname=route.target.host if route.tls else None,
-        )
+        await link.open()
     except asyncio.CancelledError:
         if expired:
             raise asyncio.TimeoutError from None
         raise
     finally:
         timer.cancel()
-    await ended
+    await link.ended
 
 
 async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
     """Send one request and let `seen` watch its response to the end. Raises ClientFault only."""
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    connection = _Connection(payload, seen, ended)
+    link = _link(route, payload, seen)
     timer: asyncio.TimerHandle | None = None
 
     def look() -> None:
         nonlocal timer
         now = time.perf_counter()
         wait_s = seen.deadline_at(route.timeout_s) - now if seen.written_at else route.timeout_s
-        if ended.done():
+        if link.ended.done():
             return
-        if wait_s > 0:
+        if seen.over:
+            link.ended.set_result(None)
+        elif wait_s > 0:
             timer = loop.call_later(min(wait_s + LAG_TIMER_S, TAIL_GRACE_S), look)
         else:
             seen.silent(route.timeout_s, now)
-            ended.set_result(None)
+            link.ended.set_result(None)
 
     seen.connecting_at = time.perf_counter()
     look()
     try:
-        await _converse(route, connection, ended, route.connect_limit_s)
+        await _converse(link, route.connect_limit_s)
     except (OSError, asyncio.TimeoutError) as error:
         if isinstance(error, OSError) and error.errno in CLIENT_ERRNOS:
             raise ClientFault(f"this machine cannot open another connection: {error.strerror}") from None
@@ -1289,8 +1418,7 @@ async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
     finally:
         if timer is not None:
             timer.cancel()
-        if connection.transport is not None:
-            connection.transport.abort()
+        link.close()
     if seen.failure is not None:
         seen.failure = Failure(seen.failure.error_class, route.secrets.hide(seen.failure.message))
 
@@ -1303,14 +1431,13 @@ async def fetch(route: Route, path: str, limit_s: float = CONTROL_LIMIT_S) -> tu
     """GET a control endpoint on a connection of its own: (status, body). Raises ControlError."""
     answer = PlainAnswer()
     payload = request_bytes(route.target, "GET", path, route.headers)
-    connection = _Connection(payload, answer, asyncio.get_running_loop().create_future())
+    link = _link(route, payload, answer)
     try:
-        await asyncio.wait_for(_converse(route, connection, connection.ended, limit_s), limit_s)
+        await asyncio.wait_for(_converse(link, limit_s), limit_s)
     except (OSError, asyncio.TimeoutError) as error:
         raise ControlError(connect_error_text(error, limit_s)) from None
     finally:
-        if connection.transport is not None:
-            connection.transport.abort()
+        link.close()
     if answer.problem is not None or answer.http.head is None:
         raise ControlError(route.secrets.hide(printable(answer.problem or "no response")))
     return answer.http.head.status, bytes(answer.body)
@@ -1337,12 +1464,12 @@ async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout
     except (OSError, UnicodeError) as error:
         raise ServerFault(f"cannot resolve the host of {target.base_url}: {error}") from None
     tried: list[str] = []
-    for address in dict.fromkeys(str(entry[4][0]) for entry in found):
+    for address in dict.fromkeys(tuple(entry[4]) for entry in found):
         try:
-            connecting = asyncio.open_connection(address, target.port)
+            connecting = asyncio.open_connection(str(address[0]), target.port)
             _, writer = await asyncio.wait_for(connecting, min(CONTROL_LIMIT_S, timeout_s))
         except (OSError, asyncio.TimeoutError) as error:
-            tried.append(f"{address}: {connect_error_text(error, CONTROL_LIMIT_S)}")
+            tried.append(f"{address[0]}: {connect_error_text(error, CONTROL_LIMIT_S)}")
             continue
         writer.transport.abort()
         return Route(target, address, tuple(headers), timeout_s, hidden, tls)
@@ -1429,6 +1556,8 @@ class LevelRun:
 
     @property
     def deltas(self) -> int:
+        for seen in self.active.values():
+            seen.release()
         running = sum(seen.deltas for seen in self.active.values())
         return running + sum(item.seen.deltas for item in self.finished)
 
@@ -1870,7 +1999,7 @@ def client_warning(record: dict[str, Any]) -> str | None:
         reasons.append(f"{client['cpu_fraction'] * 100:.0f} % of one core")
     if not reasons:
         return None
-    return f"client: {'; '.join(reasons)}: this level measures the client too; run it on a second machine"
+    return f"client: {'; '.join(reasons)}: its own delay may be in these figures; try it on a second machine"
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -1884,7 +2013,8 @@ def level_lines(record: dict[str, Any]) -> list[str]:
     counted = counts if isinstance(counts, str) else " and ".join(f"{key} {n}" for key, n in counts.items())
     speed = (
         f"  c={record['concurrency']:>3}  ok {record['completed']:>3}/{record['requests']:<3}"
-        f" fail {record['failed']:<3} wall {record['wall_s']:>7.2f}s  out/s {_figure(record['output_tokens_per_s'], '>8.2f')}"
+        f" fail {record['failed']:<3} wall {record['wall_s']:>7.2f}s"
+        f"  out/s {_figure(record['output_tokens_per_s'], '>8.2f')}"
         f"  req/s {_figure(record['requests_per_s'], '>6.3f')}"
         f"  TTFT p50 {_figure(ttft['p50'], '.3f')} p90 {_figure(ttft['p90'], '.3f')}"
         f"  TPOT p50 {_figure(tpot['p50'], '.4f')} p90 {_figure(tpot['p90'], '.4f')}"
@@ -2212,7 +2342,7 @@ class Session:
         total = options.repeat * sum(options.requests_at(c) for c in options.concurrency)
         repeats = f" x {options.repeat}" if options.repeat > 1 else ""
         self.say(f"label {options.label}  run {self.run_id}")
-        self.say(f"model {self.model}  at {options.target.base_url}  address {self.route.address}")
+        self.say(f"model {self.model}  at {options.target.base_url}  address {self.route.address[0]}")
         self.say(
             f"prompt set {options.prompt_set}  levels {','.join(map(str, options.concurrency))}{repeats}  "
             f"at least {options.requests} requests a level, {total} in all  max tokens {options.max_tokens}"
@@ -2247,7 +2377,7 @@ class Session:
             assert process.stdout is not None
             port = int(process.stdout.readline())
             target = Target("http", "127.0.0.1", port, "", None)
-            route = Route(target, "127.0.0.1", (), options.timeout_s, options.secrets, None)
+            route = Route(target, ("127.0.0.1", port), (), options.timeout_s, options.secrets, None)
             for concurrency in dict.fromkeys(options.concurrency):
                 body = body_bytes(options, "null", _user("null"))
                 payload = request_bytes(target, "POST", target.chat_path, (), body)
