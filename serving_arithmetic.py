@@ -1834,7 +1834,7 @@ def newest_run(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any],
         run = str(last["run_id"])
     else:
         run = max(str(record["run_id"]) for record in records)
-    repeats = {record.get("repeat", 0): record for record in records if str(record.get("run_id")) == run}
+    repeats = {str(record.get("repeat", 0)): record for record in records if str(record.get("run_id")) == run}
     return tuple(repeats.values())
 
 
@@ -2017,7 +2017,7 @@ def explain_step(measured: Measured, predicted: Line | None, low: int, high: int
         return "unknown", "the levels have no TPOT to explain it with"
     from_step = [(each.c, rate / first.c * each.c * start / tpot) for each in measured.levels
                  if (tpot := each.median("tpot_s", "p50"))]  # fmt: skip
-    if not any(pair in ((low, high),) for pair in low_gains(from_step)):
+    if (low, high) not in low_gains(from_step):
         return "other", (
             f"the step grew from {1000 * start:.2f} ms at c={first.c} to {1000 * end:.2f} ms at c={high}, too little "
             "for it: look at prefill (TTFT), at the drain of a short level, and at the client"
