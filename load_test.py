@@ -72,6 +72,7 @@ MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
 MAX_MESSAGE_CHARS = 300
+MAX_COUNT = 2**53  # what a float holds exactly; a larger token count is noise
 READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew each time
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 COALESCED_MIN_TOKENS = 8
@@ -412,14 +413,14 @@ class HttpResponse:
             raise WireError(f"the server compresses its answer (Content-Encoding: {encoding}), which was not asked for")
         transfer = head.headers.get("transfer-encoding", "").lower()
         length = head.headers.get("content-length")
-        if transfer:
+        if transfer not in ("", "identity"):
             if transfer != "chunked":
                 raise WireError(f"expected Transfer-Encoding: chunked, received {quote(transfer.encode())}")
             self.chunked, self._state = True, self._feed_size
         elif length is not None:
             values = {part.strip() for part in length.split(",")}
             value = values.pop()
-            if values or not (value.isascii() and value.isdigit()):
+            if values or not re.fullmatch("[0-9]{1,18}", value):
                 raise WireError(f"expected one Content-Length, received {quote(length.encode())}")
             self._remaining, self._state = int(value), self._feed_sized
             self.complete = self._remaining == 0
@@ -547,8 +548,9 @@ class EventReader:
         for match in LINE_END.finditer(data):
             event = self._line(data[start : match.start()], match.group())
             start = match.end()
-            if event is not None:
+            if not self._fields:  # between events; comments are no part of one
                 self._size = len(data) - start
+            if event is not None:
                 events.append(event)
         self._after_cr = data.endswith(b"\r")
         if start < len(data):
@@ -645,6 +647,8 @@ class PlainDeltas:
                 break
             texts.append(text)
         joined = b"".join(texts)
+        if not joined.isascii():  # half a character in each of two texts is two broken ones, however they came
+            texts = [text.decode("utf-8", "replace").encode() for text in texts]
         if len(joined.translate(None, NOT_LITERAL)) != len(joined):
             for number, text in enumerate(texts):
                 if PLAIN_STRING.match(text) is None:
@@ -708,8 +712,10 @@ def error_text(value: Json) -> str:
 
 
 def count_of(value: Json) -> int | None:
-    """A token count as servers send it, or None for anything that is no count."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A token count as servers send it (some proxies write 7 as 7.0), or None for anything that is no count."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT else None
 
 
 def calls_tool(delta: dict[str, Any]) -> bool:
@@ -847,7 +853,7 @@ class Observation:
             self._fail_with_body(at_s)
         elif self.events.unfinished() == b"[DONE]":
             self._finish(at_s)
-        elif reset is not None or self.http.head is None or self.http.chunked or self.finish is None:
+        elif reset is not None or self.http.shortfall() != HttpResponse.OPEN_END or self.finish is None:
             how = reset or "connection closed"
             self.fail("truncated", f"{how}, {self.http.shortfall()}", at_s)
         else:
@@ -862,6 +868,7 @@ class Observation:
 
     def silent(self, timeout_s: float, at_s: float) -> None:
         """The deadline has passed."""
+        self.release()
         if self._error_body is not None:
             self._fail_with_body(at_s)
         elif self.finish is not None:
@@ -957,15 +964,16 @@ class Observation:
             self.fail("server", error_text(doc if doc is not None else text), at_s)
         elif not isinstance(doc, dict):
             self.fail("protocol", f"expected a JSON object in an event, received {quote(event.data)}", at_s)
-        elif doc.get("error"):
+        elif doc.get("error") or doc.get("object") == "error":
             self.fail("server", error_text(doc), at_s)
         else:
             self._on_chunk(event, doc, at_s)
 
     def _on_chunk(self, event: ServerEvent, doc: dict[str, Any], at_s: float) -> None:
         only_text = True
-        if isinstance(doc.get("usage"), dict):
-            self.usage, only_text = doc["usage"], False
+        if isinstance(doc.get("usage"), dict):  # a later null takes nothing back
+            told = {key: value for key, value in doc["usage"].items() if value is not None}
+            self.usage, only_text = {**(self.usage or {}), **told}, False
         if isinstance(doc.get("timings"), dict):
             self.timings, only_text = doc["timings"], False
         if self.model is None and isinstance(doc.get("model"), str):
