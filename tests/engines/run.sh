@@ -10,7 +10,9 @@
 # launcher with a tiny model of random weights, built on the spot, and goes through
 #   sweep       sweep.sh: baseline, prefix pair, curve, comparison; then summarise_load.py --check
 #   variants    (llama) variants.sh
-#   crosscheck  (vllm) crosscheck.sh: three runs of our client and of vllm bench serve, alternately
+#   crosscheck  (vllm) crosscheck.sh: three runs of our client and of vllm bench serve, alternately, on a server
+#               of its own with a deeper model. Client and engine share this machine's cores, and a step must take
+#               long beside what a client costs, or the two clients are compared by that
 #   admission   (vllm) admission.sh
 # The figures prove the scripts, not the machine. Nothing else should run on it meanwhile.
 #
@@ -25,8 +27,10 @@
 #   MLX_VENV     environment with mlx-lm and mlx's CPU build
 #   LLAMA_CPP_BUILD_JOBS  compilers at once while llama-server is built [2]
 #   PART         only these parts, as in PART="sweep crosscheck" [all of the engine's]
-#   LAYERS       layers of the tiny model for vllm and mlx: more make the engine slower beside its client [8]
-#   VLLM_LIMIT_PERCENT  how far crosscheck.sh lets the two clients differ [5]
+#   LAYERS       layers of the tiny model [vllm 8; mlx 1, for its attention takes a second a layer for the prefix
+#                sets' 2,300 tokens on a CPU]
+#   DEEP_LAYERS  layers of the model for the cross-check [48]
+#   LIMIT_PERCENT  how far crosscheck.sh lets the two clients differ [5]
 #
 # Prints a verdict for each engine. Exit: 0 when all passed, 1 when one did not, 2 for a wrong setting.
 set -euo pipefail
@@ -146,9 +150,9 @@ machine() {
   printf '%s, %s cores' "$model" "$(getconf _NPROCESSORS_ONLN)"
 }
 
-# write_lab_env - what lab-env.sh writes for a track, here for a CPU and tiny models.
+# write_lab_env LAYERS MODEL - what lab-env.sh writes for a track, here for a CPU and tiny models.
 write_lab_env() {
-  local version="unknown"
+  local layers="$1" model="$2" version="unknown"
   [ -z "${LLAMA_BIN:-}" ] || version="$("$LLAMA_BIN" --version 2>&1 | sed -n 's/^version: *//p' | head -n 1)" || true
   # 2 x layers x 2 key-value heads x 32 values x 2 bytes a token, for 20 sequences of 4,096 tokens
   cat >lab.env <<LAB_ENV
@@ -161,23 +165,32 @@ export SLOTS=20
 export KV_TYPE=f16
 export ALT_KV_TYPE=q8_0
 export VLLM_IMAGE=''
-export VLLM_MODEL='$PWD/tiny-qwen3'
+export VLLM_MODEL='$PWD/$model'
 export VLLM_QUANT='bf16, tiny random'
 export VLLM_VENV='$VLLM_VENV'
 export VLLM_KV_DTYPE=auto
 export VLLM_BLOCK_SIZE=128  # vLLM's default on a CPU
-export VLLM_KV_BYTES=$((2 * LAYERS * 2 * 32 * 2 * 20 * 4096))
+export VLLM_KV_BYTES=$((2 * layers * 2 * 32 * 2 * 20 * 4096))
 export MEM_FRACTION_A=${MEM_FRACTION_A:-0.20}
 export MEM_FRACTION_B=${MEM_FRACTION_B:-0.25}
-export MLX_MODEL='$PWD/tiny-qwen3'
+export MLX_MODEL='$PWD/$model'
 export MLX_VENV='$MLX_VENV'
 LAB_ENV
+  # shellcheck source=/dev/null
+  . ./lab.env
+}
+
+serve_vllm() {
+  MODEL="$VLLM_MODEL" KV_BYTES="$VLLM_KV_BYTES" start_server "$PORT" vllm-server.log serve-vllm-native.sh -- --enforce-eager
 }
 
 # prove ENGINE - in the current folder.
 prove() {
+  [ "$1" != mlx ] || LAYERS="${LAYERS:-1}"
   LAYERS="${LAYERS:-8}"
+  DEEP_LAYERS="${DEEP_LAYERS:-48}"
   need_number LAYERS "$LAYERS"
+  need_number DEEP_LAYERS "$DEEP_LAYERS"
   export PORT
   PORT="$(free_port)"
   find_engine "$1" || die "the engine '$1' is not there: --install, or set where it lies (see --help)" 1
@@ -188,32 +201,35 @@ prove() {
   vllm) "$VLLM_VENV/bin/python" "$HERE/tiny_qwen3.py" tiny-qwen3 --layers "$LAYERS" ;;
   mlx) "$MLX_VENV/bin/python" "$HERE/tiny_qwen3.py" tiny-qwen3 --layers "$LAYERS" ;;
   esac
-  write_lab_env
-  # shellcheck source=/dev/null
-  . ./lab.env
+  write_lab_env "$LAYERS" tiny-qwen3
   scratch_folder
   trap clean_up EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM
 
-  step "the server, on port $PORT"
-  case "$1" in
-  llama) MODEL="$GGUF" SLOTS=20 start_server "$PORT" llama-server.log serve-llama-parallel.sh ;;
-  vllm) MODEL="$VLLM_MODEL" KV_BYTES="$VLLM_KV_BYTES" start_server "$PORT" vllm-server.log serve-vllm-native.sh -- --enforce-eager ;;
-  mlx) MODEL="$MLX_MODEL" start_server "$PORT" mlx-server.log serve-mlx.sh ;;
-  esac
   if wanted sweep; then
+    step "the server, on port $PORT"
+    case "$1" in
+    llama) MODEL="$GGUF" SLOTS=20 start_server "$PORT" llama-server.log serve-llama-parallel.sh ;;
+    vllm) serve_vllm ;;
+    mlx) MODEL="$MLX_MODEL" start_server "$PORT" mlx-server.log serve-mlx.sh ;;
+    esac
     LLAMA_QUANT="F32, tiny random" MLX_QUANT="bf16, tiny random" bash "$SCRIPTS_DIR/sweep.sh" "$1"
+    stop_server
   fi
-  if [ "$1" = vllm ] && wanted crosscheck; then
-    LIMIT_PERCENT="${VLLM_LIMIT_PERCENT:-5}" bash "$SCRIPTS_DIR/crosscheck.sh"
-  fi
-  stop_server
   if [ "$1" = llama ] && wanted variants; then
     LLAMA_QUANT="F32, tiny random" bash "$SCRIPTS_DIR/variants.sh"
   fi
   if [ "$1" = vllm ] && wanted admission; then
     bash "$SCRIPTS_DIR/admission.sh" -- --enforce-eager
+  fi
+  if [ "$1" = vllm ] && wanted crosscheck; then
+    step "a server with a deeper model"
+    "$VLLM_VENV/bin/python" "$HERE/tiny_qwen3.py" deep-qwen3 --layers "$DEEP_LAYERS"
+    write_lab_env "$DEEP_LAYERS" deep-qwen3
+    serve_vllm
+    bash "$SCRIPTS_DIR/crosscheck.sh"
+    stop_server
   fi
   if wanted sweep; then
     step "the notebook's check"
