@@ -277,10 +277,12 @@ class Notebook:
     unknown: list[Remark] = field(default_factory=list)  # lines of a version that this program does not know
     remarks: list[Remark] = field(default_factory=list)
 
-    @property
-    def labels(self) -> list[str]:
-        """Labels in file order."""
-        return list(dict.fromkeys(record.label for record in self.records))
+    def by_label(self) -> dict[str, list[Record]]:
+        """The level records of each label; labels in file order."""
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record.label, []).append(record)
+        return found
 
 
 def as_number(value: Any) -> Printed | None:
@@ -816,12 +818,11 @@ def counted_records(records: Sequence[Record]) -> tuple[tuple[Record, ...], list
     return tuple(by_repeat[repeat] for repeat in sorted(by_repeat)), remarks
 
 
-def build_curve(book: Notebook, label: str) -> Curve:
+def build_curve(label: str, records: Sequence[Record]) -> Curve:
     """The levels of one label that count, sorted by c."""
     by_c: dict[int, list[Record]] = {}
-    for record in book.records:
-        if record.label == label:
-            by_c.setdefault(record.concurrency, []).append(record)
+    for record in records:
+        by_c.setdefault(record.concurrency, []).append(record)
     levels = []
     remarks: list[str] = []
     for c in sorted(by_c):
@@ -847,17 +848,18 @@ VERSION_1_REMARK = (
 
 def build_curves(book: Notebook) -> dict[str, Curve]:
     """Every label's curve, in file order."""
-    return {label: build_curve(book, label) for label in book.labels}
+    return {label: build_curve(label, records) for label, records in book.by_label().items()}
 
 
 def find_curve(book: Notebook, name: str) -> Curve:
     """The curve of a label, given as written or as --list shows it. Raises ResultError where there is none."""
     if not book.records:
         raise ResultError(f"no level records in {book.path}: run load_test.py first, or name the file with --labbook")
-    for label in book.labels:
+    labels = book.by_label()
+    for label, records in labels.items():
         if name in (label, as_word(label)):
-            return build_curve(book, label)
-    known = ", ".join(map(as_word, book.labels))
+            return build_curve(label, records)
+    known = ", ".join(map(as_word, labels))
     raise ResultError(f"no label {name!r} in {book.path}; it holds: {known}")
 
 
@@ -2347,14 +2349,11 @@ def markdown_text(text: str) -> str:
 def list_lines(book: Notebook) -> list[str]:
     """One line per label, in file order."""
     rows = []
-    for curve in build_curves(book).values():
+    for label, records in book.by_label().items():
+        curve = build_curve(label, records)
         whole = [level.c for level in curve.levels if not level.interrupted]
         cut = [level.c for level in curve.levels if level.interrupted]
-        dated = [
-            (record.instant, record.data["recorded_at"])
-            for record in book.records
-            if record.label == curve.label and record.instant is not None
-        ]
+        dated = [(record.instant, record.data["recorded_at"]) for record in records if record.instant is not None]
         rows.append(
             [
                 as_word(curve.label),

@@ -31,7 +31,7 @@ def curve_of(*records: dict[str, Any]) -> sl.Curve:
     book = sl.Notebook("labbook.md")
     for number, data in enumerate(records, 1):
         book.records.append(sl.Record(number, sl.parse_json(json.dumps(data))))
-    return sl.build_curve(book, book.labels[0])
+    return next(iter(sl.build_curves(book).values()))
 
 
 def text_of(curve: sl.Curve) -> str:

@@ -255,7 +255,7 @@ def test_no_value_of_any_field_makes_a_view_fail(
 
 def levels(book: sl.Notebook, label: str = "llama-baseline") -> list[tuple[int, list[int]]]:
     """(c, lines that count) of a label."""
-    curve = sl.build_curve(book, label)
+    curve = sl.build_curves(book)[label]
     return [(level.c, [record.line for record in level.records]) for level in curve.levels]
 
 
@@ -291,7 +291,7 @@ def test_repeats_of_the_newest_run_stand_together(read: Any) -> None:
     rows = [line(run_id="a", repeat=0, wall_s=9.0)] + [line(run_id="b", repeat=i, wall_s=1.0 + i) for i in (2, 0, 1)]
     book = read("\n".join(rows))
     assert levels(book) == [(10, [3, 4, 2])]
-    level = sl.build_curve(book, "llama-baseline").levels[0]
+    level = sl.build_curves(book)["llama-baseline"].levels[0]
     assert level.figure("wall_s") == 2.0 and level.spread("wall_s") == (1.0, 3.0)
     assert level.requests == 24
 
@@ -308,7 +308,7 @@ def test_versions_mix_in_one_label(read: Any) -> None:
     assert levels(read(f"{new}\n{old}")) == [(10, [1])]
     late = json.dumps({**OLD, "recorded_at": "2026-11-29T13:00:00+01:00"})
     assert levels(read(f"{late}\n{new}")) == [(10, [1])]
-    curve = sl.build_curve(read(f"{new}\n{json.dumps({**OLD, 'concurrency': 5})}"), "llama-baseline")
+    curve = sl.build_curves(read(f"{new}\n{json.dumps({**OLD, 'concurrency': 5})}"))["llama-baseline"]
     assert sum("version 1" in remark for remark in curve.remarks) == 1
 
 
@@ -317,23 +317,23 @@ def test_an_interrupted_line_never_hides_a_whole_one(read: Any) -> None:
     cut = line(run_id="b", recorded_at="2026-11-30T10:00:00+01:00", interrupted=True)
     book = read(f"{whole}\n{cut}\n{line(concurrency=20, interrupted=True)}")
     assert levels(book) == [(10, [1]), (20, [3])]
-    curve = sl.build_curve(book, "llama-baseline")
+    curve = sl.build_curves(book)["llama-baseline"]
     assert [level.c for level in curve.usable] == [10]
     assert sl.list_lines(book)[1].split("levels ")[1].startswith("10 interrupted 20")
 
 
 def test_lines_of_one_repeat_that_differ_are_told(read: Any) -> None:
-    curve = sl.build_curve(read(f"{line(wall_s=1.0)}\n{line(wall_s=2.0)}"), "llama-baseline")
+    curve = sl.build_curves(read(f"{line(wall_s=1.0)}\n{line(wall_s=2.0)}"))["llama-baseline"]
     assert curve.levels[0].figure("wall_s") == 2.0
     assert any("lines 1 and 2" in remark for remark in curve.remarks)
 
 
 def test_version_1_zeros_are_unknown(read: Any) -> None:
     zeros = dict.fromkeys(("p50", "p90", "p99", "mean"), 0.0)
-    level = sl.build_curve(read(json.dumps({**OLD, "ttft_s": zeros, "tpot_s": zeros})), "llama-baseline").levels[0]
+    level = sl.build_curves(read(json.dumps({**OLD, "ttft_s": zeros, "tpot_s": zeros})))["llama-baseline"].levels[0]
     assert level.figure("ttft_s.p50") is None and level.figure("tpot_s.p90") is None
     same = {**OLD, "schema": 2, "ttft_s": zeros}
-    assert sl.build_curve(read(json.dumps(same)), "llama-baseline").levels[0].figure("ttft_s.p50") == 0.0
+    assert sl.build_curves(read(json.dumps(same)))["llama-baseline"].levels[0].figure("ttft_s.p50") == 0.0
 
 
 # --------------------------------------------------------------------------------------------------- appending a line

@@ -1,0 +1,554 @@
+"""summarise_load.py as people run it: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_summarise_figures import LEVELS, exact
+from test_summarise_honest import Load, decimals, level_record, simulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import summarise_load as sl
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION_1 = Path(__file__).resolve().parent / "data" / "notebooks" / "version_1.md"
+
+
+def honest(c: int, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    """A level of a simulated run; another seed is another run."""
+    load = Load(c=c, requests=max(40, 4 * c))
+    return {**level_record(load, simulate(load, random.Random(100 * seed + c)), decimals(6), decimals(4)), **changes}
+
+
+def prefix(label: str, prompt_set: str, c: int, share: float, seed: int = 1, **changes: Any) -> dict[str, Any]:
+    cached = {"prompt_tokens_mean": 1391.0, "cached_tokens_mean": 1391.0 * share}
+    return honest(c, seed, label=label, prompt_set=prompt_set, **{**cached, **changes})
+
+
+def whole_notebook() -> list[dict[str, Any]]:
+    """Everything that --check asks for, but the curve-summary."""
+    records = [honest(c) for c in LEVELS]
+    records += [prefix("llama-prefix-unique", "unique-prefix", c, 0.01, 1) for c in (1, 10)]
+    records += [prefix("llama-prefix-shared", "shared-prefix", c, 0.9, 2) for c in (1, 10)]
+    records += [honest(c, 3, label="vllm-baseline", engine="vllm", run_id="v") for c in LEVELS]
+    return [*records, honest(20, 4, label="llama-slots8", run_id="s")]
+
+
+class Book:
+    """A notebook in the test's folder, and the program run on it."""
+
+    def __init__(self, run_program: Any, path: Path) -> None:
+        self.run_program, self.path = run_program, path
+
+    def write(self, records: list[dict[str, Any]], *more: str) -> Book:
+        lines = [json.dumps(record, sort_keys=True) for record in records]
+        self.path.write_text("\n".join(["# Lab", "", *lines, *more]) + "\n", encoding="utf-8")
+        return self
+
+    def run(self, *args: Any, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        result: subprocess.CompletedProcess[str] = self.run_program("summarise_load.py", *args, env=env)
+        assert "Traceback" not in result.stderr
+        return result
+
+
+@pytest.fixture
+def book(run_program: Any, tmp_path: Path) -> Book:
+    return Book(run_program, tmp_path / "labbook.md")
+
+
+# --------------------------------------------------------------------------------------------------------------- views
+
+
+def test_list(book: Book) -> None:
+    book.write([honest(20), honest(5, label="my second run"), honest(1), honest(10, label="100%")])
+    for args in ((), ("--list",)):
+        result = book.run(*args)
+        assert result.returncode == 0
+        lines = result.stdout.splitlines()
+        assert lines[0] == "==> 3 label(s) in labbook.md"
+        assert [line.split()[0] for line in lines[1:]] == ["llama-baseline", "my%20second%20run", "100%25"]
+        assert re.search(r"llama\.cpp +mixed +levels 1,20 +last 2026-11-29$", lines[1])
+
+
+@pytest.mark.parametrize("name", ["my second run", "my%20second%20run"])
+def test_a_label_is_found_as_written_and_as_listed(book: Book, name: str) -> None:
+    result = book.write([honest(5, label="my second run")]).run("--label", name)
+    assert result.returncode == 0 and result.stdout.startswith("my%20second%20run:")
+
+
+def test_label_as_text(book: Book) -> None:
+    result = book.write([exact(c) for c in LEVELS]).run("--label", "llama-baseline")
+    assert result.returncode == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    for word in ("llama.cpp b7000", "local-chat", "mixed", "bench box", "Q4_K_M", "4096", "slots 20", "TTFT 2.0 s"):
+        assert word in lines[0] + lines[1]
+    head = re.split(r"  +", lines[3].strip())
+    assert head == [
+        "c",
+        "ok",
+        "out tok/s",
+        "scaling",
+        "req/s",
+        "goodput",
+        "TTFT p50",
+        "TTFT p90",
+        "TPOT p50",
+        "TPOT p90",
+        "in flight",
+        "cached",
+    ]
+    rows = [line.split() for line in lines[4:8]]
+    assert [row[0] for row in rows] == ["1", "5", "10", "20"]
+    assert all(len(row) == len(head) for row in rows)
+    assert rows[3][:4] == ["20", "40/40", "400.0", "0.43"]
+    assert "  c=20   " + "#" * 40 + " 400.0" in lines
+
+
+def test_label_as_markdown(book: Book) -> None:
+    book.write([exact(c, host="a|b") for c in LEVELS])
+    text = book.run("--label", "llama-baseline", "--markdown").stdout
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 6 and rows[0].startswith("| c | ok |") and rows[2].startswith("| 1 | 40/40 | 46.5 | 1.00 |")
+    assert r"host a\|b" in text and "- knee: between c=5 and c=10" in text
+    assert "- TPOT p50 ~ 20.00 ms + 1.500 ms x c" in text
+    book.path.write_text(book.path.read_text() + text)
+    assert book.run("--check").stdout.count("damaged-lines: 4 level records read whole") == 1
+
+
+def test_label_as_json(book: Book) -> None:
+    book.write([exact(c) for c in LEVELS], "{torn")
+    document = json.loads(book.run("--label", "llama-baseline", "--json").stdout)
+    assert document["kind"] == "curve" and document["label"] == "llama-baseline"
+    assert document["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1} and document["settings"]["server_slots"] == 20
+    assert [level["c"] for level in document["levels"]] == list(LEVELS)
+    assert document["knee"]["between"] == [5, 10] and document["operating_point"] == 20
+    fit = document["fit"]
+    assert (round(fit["a_ms"], 3), round(fit["b_ms"], 3), round(fit["ceiling_tokens_per_s"], 1)) == (20.0, 1.5, 666.7)
+    assert round(fit["c_at_objective"], 1) == 53.3 and fit["levels"] == list(LEVELS) and len(fit["b_interval_ms"]) == 2
+    assert document["levels"][3]["predicted_output_tokens_per_s"] == pytest.approx(400)
+    assert document["levels"][3]["ttft_s"]["p95"] is not None and document["levels"][3]["in_fit"] is True
+    assert document["peak"] == {"c": 20, "output_tokens_per_s": pytest.approx(400)}
+    assert {"code", "levels", "evidence", "try", "values", "certain"} == set(document["readings"][0])
+    assert {item["rule"] for item in document["check"]["findings"]} >= {"sweep", "consistent", "curve-summary"}
+
+
+def test_every_key_of_the_json_is_documented(book: Book) -> None:
+    document = json.loads(book.write([exact(c) for c in LEVELS]).run("--label", "llama-baseline", "--json").stdout)
+    told = re.sub(r"\s+", " ", str(sl.curve_json.__doc__))
+    for key in (*document, *document["settings"], *document["levels"][0], *document["fit"], *document["readings"][0]):
+        assert re.search(rf"\b{re.escape(key)}\b", told), key
+
+
+def test_csv(book: Book) -> None:
+    book.write([exact(c, label='a, "b"') for c in LEVELS])
+    rows = list(csv.DictReader(io.StringIO(book.run("--label", 'a, "b"', "--csv").stdout)))
+    assert [row["c"] for row in rows] == ["1", "5", "10", "20"] and rows[0]["label"] == 'a, "b"'
+    assert float(rows[3]["output_tokens_per_s"]) == pytest.approx(400) and rows[0]["steady_window_s"] == ""
+    assert float(rows[3]["ttft_s.p95"]) > 0
+    listed = list(csv.DictReader(io.StringIO(book.run("--list", "--csv").stdout)))
+    assert listed[0]["levels"] == "[1, 5, 10, 20]"
+    checked = list(csv.DictReader(io.StringIO(book.run("--check", "--csv").stdout)))
+    assert {row["status"] for row in checked} <= {"PASS", "WARN", "FAIL"}
+    pair = list(csv.DictReader(io.StringIO(book.run("--compare", 'a, "b"', 'a, "b"', "--csv").stdout)))
+    assert float(pair[0]["ratio"]) == 1.0
+
+
+def test_compare(book: Book) -> None:
+    other = {"label": "B", "engine": "vllm", "quant": "AWQ", "server_slots": 8, "max_tokens": 64, "slo_tpot_s": 0.2}
+    book.write([*(exact(c) for c in LEVELS), *(exact(c, 25, 2, **other) for c in (5, 20, 40))])
+    result = book.run("--compare", "llama-baseline", "B")
+    assert result.returncode == 0
+    rows = [line.split() for line in result.stdout.splitlines() if line[:1].isdigit()]
+    assert [row[:4] for row in rows] == [["5", "181.8", "142.9", "0.79"], ["20", "400.0", "307.7", "0.77"]]
+    for note in (
+        "engine differs: llama.cpp and vllm",
+        "quant differs: Q4_K_M and AWQ",
+        "server_slots differs: 20 and 8",
+        "max_tokens differs: 128 and 64",
+        "slo_tpot_s differs: 0.1 and 0.2",
+    ):
+        assert note in result.stdout
+    assert "model differs" not in result.stdout
+    assert "not compared: c=1,10 of llama-baseline" in result.stdout and "c=40 of B" in result.stdout
+    assert "one run each" in result.stdout
+    markdown = book.run("--compare", "llama-baseline", "B", "--markdown").stdout
+    assert "| 5 | 181.8 | 142.9 | 0.79 |" in markdown
+    document = json.loads(book.run("--compare", "llama-baseline", "B", "--json").stdout)
+    assert document["kind"] == "compare" and document["a"]["kind"] == document["b"]["kind"] == "curve"
+    assert [row["c"] for row in document["rows"]] == [5, 20] and round(document["rows"][1]["ratio"], 2) == 0.77
+    assert {"name": "engine", "a": "llama.cpp", "b": "vllm"} in document["differing_settings"]
+    assert document["rows"][0]["a"]["ttft_s.p95"] > 0
+
+
+def test_compare_tells_noise_from_difference(book: Book) -> None:
+    def runs(label: str, rates: list[float]) -> list[dict[str, Any]]:
+        return [exact(10, label=label, repeat=r, output_tokens_per_s=rate) for r, rate in enumerate(rates)]
+
+    book.write(runs("a", [280, 300, 290]) + runs("b", [295, 310, 305]) + runs("c", [330, 340, 350]) + runs("d", [400]))
+    assert "throughput no difference beyond noise" in book.run("--compare", "a", "b").stdout
+    assert "throughput differs beyond noise" in book.run("--compare", "a", "c").stdout
+    assert "outside the range of one, but the other ran once" in book.run("--compare", "a", "d").stdout
+
+
+def test_compare_without_a_common_level(book: Book) -> None:
+    result = book.write([honest(5, label="a"), honest(10, label="b")]).run("--compare", "a", "b")
+    assert (
+        result.returncode == 1
+        and result.stdout == ""
+        and "no level with a completed request in common" in result.stderr
+    )
+
+
+def test_version_1_reads_lists_compares_and_checks(book: Book) -> None:
+    at = ("--labbook", VERSION_1)
+    assert "llama-baseline       llama.cpp  mixed          levels 1,5,10,20" in book.run("--list", *at).stdout
+    shown = book.run("--label", "llama-baseline", *at)
+    assert shown.returncode == 0 and shown.stdout.count("format version 1") == 1
+    assert "knee: between c=5 and c=10" in shown.stdout and "TPOT p50 ~ 20.0" in shown.stdout
+    pair = book.run("--compare", "llama-prefix-unique", "llama-prefix-shared", *at)
+    assert "1.37" in pair.stdout and pair.stdout.count("format version 1") == 1
+    result = book.run("--check", *at)
+    assert result.returncode == 0 and result.stdout.endswith("17 pass, 1 warn, 0 fail\n")
+
+
+def test_the_same_lines_with_a_schema_check_the_same(book: Book) -> None:
+    """A version 1 notebook whose lines say schema 2, with null for 0.0, gets the same verdicts."""
+    lines = []
+    for text in VERSION_1.read_text(encoding="utf-8").splitlines():
+        start = text.find("{")
+        if start < 0:
+            lines.append(text)
+            continue
+        record = json.loads(text[start:])
+        lines.append(json.dumps({**record, "schema": 2, "run_id": record["recorded_at"]}))
+    book.path.write_text("\n".join(lines), encoding="utf-8")
+    old, new = (book.run("--check", "--json", *args) for args in (("--labbook", VERSION_1), ()))
+    statuses = [[(item["rule"], item["status"]) for item in json.loads(run.stdout)["findings"]] for run in (old, new)]
+    assert statuses[0] == statuses[1]
+
+
+# -------------------------------------------------------------------------------------------------------------- record
+
+
+def test_record_appends_a_summary_that_the_check_finds(book: Book) -> None:
+    book.write([exact(c) for c in LEVELS])
+    book.path.write_bytes(book.path.read_bytes().rstrip(b"\n") + b"\ntorn prose")
+    result = book.run("--label", "llama-baseline", "--record")
+    assert result.returncode == 0 and "appended" in result.stderr
+    last = book.path.read_text().splitlines()[-1]
+    assert '"record": "curve-summary"' in last
+    record = json.loads(last)
+    assert record["levels"] == [1, 5, 10, 20] and record["knee_between"] == [5, 10] and record["operating_point"] == 20
+    assert record["peak_output_tokens_per_s"] == 400.0 and record["tpot_fit_ms"] == {"a": 20.0, "b": 1.5}
+    assert record["lab"] == sl.LAB and record["label"] == "llama-baseline" and record["engine"] == "llama.cpp"
+    assert last == json.dumps(record, sort_keys=True)
+    assert "PASS  curve-summary: llama-baseline" in book.run("--check").stdout
+    assert book.run("--list").stdout.startswith("==> 1 label(s)")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_record_on_a_read_only_file_prints_the_line(book: Book) -> None:
+    book.write([exact(c) for c in LEVELS]).path.chmod(0o444)
+    result = book.run("--label", "llama-baseline", "--record")
+    assert result.returncode == 1 and '"record": "curve-summary"' in result.stdout
+
+
+def test_record_needs_something_to_record(book: Book) -> None:
+    before = book.write([exact(1, completed=0, failed=40)]).path.read_bytes()
+    result = book.run("--label", "llama-baseline", "--record")
+    assert result.returncode == 1 and "nothing to record" in result.stderr and book.path.read_bytes() == before
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+def statuses(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """rule -> status of a --check."""
+    found = re.findall(r"^(PASS|WARN|FAIL)  ([a-z0-9-]+): ", result.stdout, re.MULTILINE)
+    return {rule: status for status, rule in found}
+
+
+def test_a_whole_notebook_passes(book: Book) -> None:
+    book.write(whole_notebook()).run("--label", "llama-baseline", "--record")
+    result = book.run("--check")
+    assert result.returncode == 0, result.stdout
+    assert set(statuses(result).values()) == {"PASS"}
+    count = len(result.stdout.splitlines()) - 1
+    assert result.stdout.splitlines()[-1] == f"{count} pass, 0 warn, 0 fail"
+
+
+def test_an_empty_notebook_says_what_is_missing(book: Book) -> None:
+    book.path.write_text("# Lab book\n\nNothing yet.\n")
+    result = book.run("--check")
+    assert result.returncode == 1
+    found = statuses(result)
+    assert [found[rule] for rule in ("sweep", "prefix-pair", "shared-cached", "unique-cached")] == ["FAIL"] * 4
+    assert "levels c=1,5,10,20 are needed" in result.stdout and found["curve-summary"] == "WARN"
+
+
+def change(label: str, c: int | None = None, **changes: Any) -> Any:
+    """A change of the records of one label (at one level)."""
+    return lambda r: {**r, **changes} if r["label"] == label and c in (None, r["concurrency"]) else r
+
+
+def drop(*labels: str, c: int | None = None) -> Any:
+    return lambda r: None if r["label"] in labels and c in (None, r["concurrency"]) else r
+
+
+SHARED, UNIQUE, SLOTS8 = "llama-prefix-shared", "llama-prefix-unique", "llama-slots8"
+
+
+@pytest.mark.parametrize(
+    ("rule", "status", "edit", "named"),
+    [
+        ("sweep", "FAIL", drop("llama-baseline", "vllm-baseline", c=5), "no completed request at c=5"),
+        ("sweep", "PASS", drop("llama-baseline", c=5), "vllm-baseline"),
+        ("prefix-pair", "FAIL", drop(SHARED), "llama-prefix-unique has no shared-prefix partner"),
+        ("prefix-pair", "FAIL", drop(UNIQUE), "llama-prefix-shared has no unique-prefix control"),
+        ("prefix-pair", "FAIL", change(UNIQUE, model="other"), "model other"),
+        ("shared-cached", "FAIL", change(SHARED, 10, cached_tokens_mean=600.0), f"{SHARED} c=10: 600.0 cached"),
+        ("shared-cached", "FAIL", change(SHARED, 10, cached_tokens_mean=695.5), "is 50%, not above 50 %"),
+        ("shared-cached", "FAIL", drop(SHARED), "no shared-prefix level"),
+        ("unique-cached", "FAIL", change(UNIQUE, 1, cached_tokens_mean=200.0), f"{UNIQUE} c=1: 200.0 cached"),
+        ("consistent", "FAIL", change("vllm-baseline", 20, failed=7), "vllm-baseline c=20: completed 80 + failed 7"),
+        ("failed-requests", "WARN", change(SLOTS8, failed=3, completed=77, requests=80), "llama-slots8 c=20: 3 of 80"),
+        ("tokens-from-usage", "WARN", change(SLOTS8, token_counts="deltas"), 'llama-slots8 c=20: "deltas"'),
+        ("tokens-from-usage", "WARN", change(SLOTS8, token_counts={"usage": 1, "deltas": 79}), "deltas"),
+        ("identified", "WARN", change(SLOTS8, host="unknown", server_slots=None), "llama-slots8: host, server_slots"),
+        ("cached-count", "WARN", change(SHARED, 1, cached_tokens_mean=None), f"{SHARED} c=1: the server told no"),
+        ("second-engine", "WARN", drop("vllm-baseline"), "only llama.cpp"),
+        ("variants", "WARN", drop(SLOTS8), "none of llama-slots8, llama-ctx2048, llama-kv-alt"),
+        ("client-bound", "WARN", change(SLOTS8, client={"loop_lag_s": {"p99": 0.5}}), "llama-slots8 c=20: client"),
+        ("coalesced", "WARN", change(SLOTS8, coalesced=4), "llama-slots8 c=20: 4 of 80"),
+        ("interrupted", "WARN", change(SLOTS8, interrupted=True), "llama-slots8 c=20: interrupted"),
+        ("rounds", "WARN", change(SLOTS8, c=20, requests=30), "llama-slots8 c=20: 30 requests are 1.5 rounds"),
+        ("curve-summary", "WARN", lambda record: record, "--record"),
+        ("format-version", "WARN", change(SLOTS8, schema=9), "format version 9"),
+    ],
+)  # fmt: skip
+def test_each_rule(book: Book, rule: str, status: str, edit: Any, named: str) -> None:
+    records = [edited for record in whole_notebook() if (edited := edit(record)) is not None]
+    result = book.write(records).run("--check")
+    line = next(text for text in result.stdout.splitlines() if re.match(rf"[A-Z]+  {rule}: ", text))
+    assert line.startswith(status) and named in line, line
+    assert result.returncode == (1 if "FAIL  " in result.stdout else 0)
+
+
+def test_damaged_lines_fail_with_their_numbers(book: Book) -> None:
+    result = book.write(whole_notebook(), '{"arrival": "closed-loop", "ba').run("--check")
+    assert result.returncode == 1 and "FAIL  damaged-lines: line 16: " in result.stdout
+
+
+def test_no_cached_count_anywhere_is_a_warning_not_a_failure(book: Book) -> None:
+    records = [change(SHARED, cached_tokens_mean=None)(record) for record in whole_notebook()]
+    result = book.write(records).run("--check")
+    assert statuses(result)["shared-cached"] == "WARN" and result.returncode == 0
+
+
+def test_a_version_1_zero_cached_count_is_unknown(book: Book) -> None:
+    text = VERSION_1.read_text(encoding="utf-8")
+    edited = re.sub(r'"cached_tokens_mean": 1284\.\d', '"cached_tokens_mean": 0.0', text)
+    assert edited != text
+    book.path.write_text(edited, encoding="utf-8")
+    result = book.run("--check")
+    assert statuses(result)["shared-cached"] == "WARN" and statuses(result)["cached-count"] == "WARN"
+
+
+def test_several_pairs_are_each_judged(book: Book) -> None:
+    vllm = {"engine": "vllm", "model": "awq", "run_id": "p"}
+    extra = [prefix("v-u", "unique-prefix", 1, 0.01, **vllm), prefix("v-s", "shared-prefix", 1, 0.4, **vllm)]
+    result = book.write(whole_notebook() + extra).run("--check")
+    assert (
+        "PASS  prefix-pair: llama-prefix-shared with control llama-prefix-unique; v-s with control v-u" in result.stdout
+    )
+    assert "FAIL  shared-cached: v-s c=1" in result.stdout
+    alone = book.write(whole_notebook() + extra[1:]).run("--check")
+    assert statuses(alone)["prefix-pair"] == "WARN"
+
+
+def test_several_notebooks_get_a_table(book: Book, tmp_path: Path) -> None:
+    for name, records in (("good.md", whole_notebook()), ("bad.md", whole_notebook()[:3])):
+        Book(book.run_program, tmp_path / name).write(records)
+    result = book.run("--check", "good.md", "bad.md")
+    assert result.returncode == 1
+    assert result.stdout.count("==> ") == 2
+    table = [line.split() for line in result.stdout.splitlines()[-3:]]
+    assert table[0] == ["verdict", "pass", "warn", "fail", "notebook"]
+    assert (table[1][0], table[1][4], table[2][0], table[2][4]) == ("WARN", "good.md", "FAIL", "bad.md")
+    assert book.run("--check", "good.md", "good.md").returncode == 0
+    unread = book.run("--check", "good.md", "nowhere.md", "bad.md")
+    assert unread.returncode == 2 and "cannot read nowhere.md" in unread.stdout and "UNREADABLE" in unread.stdout
+    document = json.loads(book.run("--check", "good.md", "bad.md", "--json").stdout)
+    assert [item["verdict"] for item in document["files"]] == ["WARN", "FAIL"]
+    assert document["files"][1]["fail"] >= 3 and document["files"][1]["findings"][0]["rule"] == "sweep"
+
+
+# ------------------------------------------------------------------------------------------------- errors and plumbing
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("--label", "nope"), 1, "no label 'nope' in labbook.md; it holds: llama-baseline"),
+        (("--compare", "llama-baseline", "nope"), 1, "no label 'nope'"),
+        (("--list", "--labbook", "absent.md"), 2, "cannot read absent.md: No such file"),
+        (("--check", "--labbook", "absent.md"), 2, "cannot read absent.md"),
+        (("--check", "--raw", "absent.jsonl"), 2, "cannot read absent.jsonl"),
+        (("--record",), 2, "--record needs --label"),
+        (("--raw", "x"), 2, "--raw needs --check"),
+        (("--markdown",), 2, "--markdown needs --label or --compare"),
+        (("--level", "5"), 2, "--level needs --export"),
+        (("--list", "--check"), 2, "--list and --check do not go together"),
+        (("--label", "x", "--check"), 2, "--label and --check do not go together"),
+        (("--json", "--csv"), 2, "not allowed with argument"),
+        (("--compare", "x"), 2, "expected 2 arguments"),
+        (("--lable", "x"), 2, "unrecognized arguments: --lable"),
+        (("--labb", "x"), 2, "unrecognized arguments: --labb"),
+        (("--label", "llama-baseline", "--export", "csv", "-"), 2, "the only format is vllm-bench"),
+        (("--import", "vllm-bench", "absent.json"), 2, "cannot read absent.json"),
+        (("--set", "x=1"), 2, "--set needs --import"),
+    ],
+)
+def test_errors_are_one_clear_line(book: Book, args: tuple[str, ...], code: int, words: str) -> None:
+    result = book.write([honest(5)]).run(*args)
+    assert result.returncode == code
+    assert words in result.stderr and result.stderr.count("\n") == 1 and result.stderr.startswith("summarise_load.py: ")
+    assert result.stdout == ""
+
+
+def test_a_notebook_without_records_is_not_a_missing_one(book: Book) -> None:
+    book.path.write_text("# empty\n")
+    result = book.run("--label", "x")
+    assert result.returncode == 1 and "no level records in labbook.md" in result.stderr
+    listed = book.run("--list")
+    assert listed.returncode == 1 and listed.stdout == "==> 0 label(s) in labbook.md\n" and listed.stderr
+
+
+def test_utf_16_is_refused_clearly(book: Book) -> None:
+    book.path.write_text("# Lab\n", encoding="utf-16")
+    result = book.run("--list")
+    assert result.returncode == 2 and "UTF-16" in result.stderr
+
+
+def test_damage_is_told_beside_every_view(book: Book) -> None:
+    book.write([honest(5)], '{"arrival": "clo', json.dumps(honest(10, schema=7)))
+    result = book.run("--label", "llama-baseline")
+    assert result.returncode == 0
+    assert "labbook.md line 4: not valid JSON" in result.stderr and "line 5: format version 7" in result.stderr
+
+
+def test_hostile_texts_cannot_act_on_the_terminal(book: Book) -> None:
+    book.write([honest(5, label="a\x1b[31m\nb", host="\x1b]0;x\x07", engine="\ud800", first_error="\x9b5m", failed=1)])
+    for args in (("--list",), ("--check",), ("--label", "a\x1b[31m\nb"), ("--label", "a\x1b[31m\nb", "--markdown")):
+        result = book.run(*args, env={"PYTHONIOENCODING": "ascii"})
+        assert result.stdout and not re.search(r"[^\x20-\x7e\n]", result.stdout), args
+
+
+def test_a_reader_that_leaves_early_is_no_error(book: Book) -> None:
+    book.write([honest(5, label=f"label-{number}", run_id=str(number)) for number in range(2000)])
+    command = f"'{sys.executable}' '{ROOT / 'summarise_load.py'}' --list --json; echo status $? >&2"
+    result = subprocess.run(
+        ["bash", "-c", f"( {command} ) | head -n 1"],
+        cwd=book.path.parent,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert result.stdout == "{\n" and result.stderr == "status 0\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_output_that_cannot_be_written_is_said(book: Book) -> None:
+    book.write([honest(5)])
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, ROOT / "summarise_load.py", "--list"],
+            cwd=book.path.parent,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            check=False,
+        )
+    assert result.returncode == 1 and result.stderr.startswith("summarise_load.py: cannot write the output")
+    assert result.stderr.count("\n") == 1
+
+
+def on_a_terminal(folder: Path, env: dict[str, str]) -> str:
+    """What --label prints on a pseudo terminal."""
+    leader, follower = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "summarise_load.py", "--label", "llama-baseline"],
+        cwd=folder,
+        stdout=follower,
+        stderr=follower,
+        env={**environment, "TERM": "xterm", **env},
+    )
+    os.close(follower)
+    text = b""
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # Linux says EIO where the other end is closed
+            break
+        if not part:
+            break
+        text += part
+    os.close(leader)
+    assert process.wait() == 0
+    return text.decode()
+
+
+def test_colour_only_on_a_terminal_and_never_with_no_color(book: Book) -> None:
+    book.write([exact(c, slo_tpot_s=0.04) for c in LEVELS])
+    coloured = on_a_terminal(book.path.parent, {})
+    assert "\x1b[32m" in coloured and "\x1b[31m" in coloured
+    for env in ({"NO_COLOR": "1"}, {"NO_COLOR": ""}, {"TERM": "dumb"}):
+        assert "\x1b" not in on_a_terminal(book.path.parent, env)
+    assert "\x1b" not in book.run("--label", "llama-baseline").stdout
+
+
+def test_help_is_complete(book: Book) -> None:
+    text = book.run("--help").stdout
+    for option in (
+        "--labbook",
+        "--list",
+        "--label",
+        "--compare",
+        "--check",
+        "--record",
+        "--markdown",
+        "--json",
+        "--csv",
+        "--raw",
+        "--export",
+        "--import",
+        "--level",
+        "--set",
+        "--version",
+    ):
+        assert option in text
+    for word in ("Examples:", "Exit codes:", "%XX", "scaling", "knee", "operating point"):
+        assert word in text
+    assert book.run("--version").stdout == f"summarise_load.py {sl.TOOL_VERSION}\n"
+
+
+def test_it_runs_alone(book: Book, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "summarise-load.py").write_bytes((ROOT / "summarise_load.py").read_bytes())
+    result = subprocess.run(
+        [sys.executable, "-I", "summarise-load.py", "--help"], cwd=alone, capture_output=True, check=False
+    )
+    assert result.returncode == 0 and b"Examples:" in result.stdout
