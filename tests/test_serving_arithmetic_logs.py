@@ -240,7 +240,7 @@ def test_the_last_start_in_a_log_counts(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_trial_allocations_and_draft_models_do_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Debug logs show the allocation that --fit tries; a draft model has a context of its own."""
-    trial = (CONTEXT + kv_line(11520.0)).replace(" I ", " D ")
+    trial = (CONTEXT + kv_line(23040.0, 8192)).replace(" I ", " D ")
     spoken = CONTEXT + kv_line(11520.0)
     draft = CONTEXT + kv_line(64.0, layers=2)
     for log in (trial + LAB, spoken + LAB, START + CONTEXT + kv_line(11520.0) + draft + slots_line()):
@@ -376,8 +376,26 @@ def test_a_context_that_is_no_multiple_of_the_block(capsys: pytest.CaptureFixtur
 
 def test_the_last_start_and_the_smallest_worker_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     first = AVAILABLE.format("3.0") + ONE_LINE.format("21,840", "5.33")
-    last = AVAILABLE.format("7.5") + AVAILABLE.format("7.0") + ONE_LINE.format("50,960", "12.44")
-    assert check(capsys, tmp_path, first + last)[0] == 0
+    tokens = ONE_LINE.format("50,960", "12.44")
+    for workers in (("7.5", "7.0"), ("7.0", "7.5")):
+        assert check(capsys, tmp_path, first + "".join(map(AVAILABLE.format, workers)) + tokens)[0] == 0
+
+
+def test_a_last_start_that_did_not_finish_is_not_judged_by_the_one_before(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(AVAILABLE.format("7.0") + ONE_LINE.format("50,960", "12.44") + AVAILABLE.format("7.0"))
+    assert sa.main(["--check-log", str(path)]) == 2
+    assert "vLLM had not finished its start" in capsys.readouterr().err
+
+
+def test_vllm_drops_trailing_zeros_but_rounds_to_two_decimals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """7.0 stands for 6.995 to 7.005 GiB, not for 6.95 to 7.05."""
+    assert check(capsys, tmp_path, AVAILABLE.format("7.0") + ONE_LINE.format("51,008", "12.45"))[0] == 0
+    assert check(capsys, tmp_path, AVAILABLE.format("7.0") + ONE_LINE.format("51,024", "12.46"))[0] == 1
 
 
 def test_a_model_with_windows_is_shown_but_not_judged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -77,6 +77,16 @@ def test_a_config_gives_each_layers_cache(tmp_path: Path, name: str) -> None:
     assert model.upper_bound == (name == "unknown-layers")
 
 
+@pytest.mark.parametrize(
+    ("name", "without"), [("gpt-oss-20b", "layer_types"), ("exaone-pattern", "sliding_window_pattern")]
+)
+def test_the_class_own_pattern_where_the_file_has_none(tmp_path: Path, name: str, without: str) -> None:
+    config = {field: value for field, value in CONFIGS[name].items() if field != without}
+    model = sa.config_model(str(write_config(tmp_path, config)))
+    assert groups(model) == EXPECTED[name][2]
+    assert any("no layer pattern in the file" in note for note in model.notes)
+
+
 def test_windows_limit_what_a_sequence_keeps(tmp_path: Path) -> None:
     gemma = sa.config_model(str(write_config(tmp_path, CONFIGS["gemma-3-4b"])))
     assert sa.sequence_bytes(gemma, 8192, "f16") == 5 * 4096 * 8192 + 29 * 4096 * 1024
