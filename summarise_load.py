@@ -903,8 +903,10 @@ def span(value: float) -> Span:
 
 
 def measured(record: Record, path: str) -> Span | None:
-    """The interval of a printed figure, or None where the record does not have it."""
+    """The interval of a printed figure, or None where the record does not have it. Numbers of tokens are counts."""
     value = record.number(path)
+    if value is not None and path.startswith("output_tokens_per_request.") and value.text.isdigit():
+        return span(int(value))
     return None if value is None else span(value)
 
 
@@ -979,14 +981,13 @@ def raw_spans(requests: Sequence[Mapping[str, Any]], concurrency: int) -> dict[s
     """Every measured figure of a level that follows from its requests, as an interval."""
     good = [request for request in requests if request.get("ok") is True]
     found: dict[str, Span] = {}
-    for name in ("ttft_s", "tpot_s", "e2e_s", "connect_s", "output_tokens_per_request"):
-        spans = spans_of(good, "output_tokens" if name == "output_tokens_per_request" else name)
-        if name == "output_tokens_per_request":
-            spans = [Span(round(item.low), round(item.high)) for item in spans]
-        for key, percent in zip(STATISTICS[:6], (0, 50, 90, 95, 99, 100)) if spans else ():
-            found[f"{name}.{key}"] = nearest_rank(spans, percent)
+    tokens = [span(int(count)) for request in good if (count := as_number(request.get("output_tokens"))) is not None]
+    blocks = {name: spans_of(good, name) for name in ("ttft_s", "tpot_s", "e2e_s", "connect_s")}
+    for name, spans in {**blocks, "output_tokens_per_request": tokens}.items():
         if spans:
             found[f"{name}.mean"] = mean_span(spans)
+            for key, percent in zip(STATISTICS[:6], (0, 50, 90, 95, 99, 100)):
+                found[f"{name}.{key}"] = nearest_rank(spans, percent)
     timed = [[spans_of([request], path) for path in ("started_s", "connect_s", "ended_s")] for request in requests]
     if timed and all(all(parts) for parts in timed):
         ends = [total_span(*(part[0] for part in parts)) for parts in timed]

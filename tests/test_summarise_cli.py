@@ -366,7 +366,7 @@ def test_a_version_1_zero_cached_count_is_unknown(book: Book) -> None:
 
 
 def test_several_pairs_are_each_judged(book: Book) -> None:
-    vllm = {"engine": "vllm", "model": "awq", "run_id": "p"}
+    vllm: dict[str, Any] = {"engine": "vllm", "model": "awq", "run_id": "p"}
     extra = [prefix("v-u", "unique-prefix", 1, 0.01, **vllm), prefix("v-s", "shared-prefix", 1, 0.4, **vllm)]
     result = book.write(whole_notebook() + extra).run("--check")
     assert (
