@@ -600,6 +600,7 @@ class EventReader:
 
 # A JSON string's inside that needs no look-up: no quote, no control character, and only two-character escapes.
 PLAIN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+\Z')
+SHORT_ESCAPE = re.compile(rb'\\["\\/bfnrt]')
 NOT_LITERAL = bytes(range(0x20)) + b'"\\'
 GIVE_UP_AFTER = 8
 HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a stream, and how long each may be
@@ -646,10 +647,13 @@ class PlainDeltas:
             if headers[len(text)] != header:
                 break
             texts.append(text)
-        joined = b"".join(texts)
-        if not joined.isascii():  # half a character in each of two texts is two broken ones, however they came
+        lines = b"\n".join(texts)  # checked together; no character and no escape goes on behind a line end
+        try:
+            lines.decode()
+        except UnicodeDecodeError:  # half a character in each of two texts is two broken ones, however they came
             texts = [text.decode("utf-8", "replace").encode() for text in texts]
-        if len(joined.translate(None, NOT_LITERAL)) != len(joined):
+        bare = SHORT_ESCAPE.sub(b"", lines)
+        if len(bare.translate(None, NOT_LITERAL)) != len(bare) - max(0, len(texts) - 1):
             for number, text in enumerate(texts):
                 if PLAIN_STRING.match(text) is None:
                     del texts[number:]
