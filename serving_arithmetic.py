@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, NoReturn
 
 PROGRAM = "serving_arithmetic.py"
-VERSION = "1.0.0"
+TOOL_VERSION = "2.0.0"  # the same in all three programs
 
 # ----------------------------------------------------------------------------------------------------------- units
 
@@ -2160,8 +2160,8 @@ def build_report(options: Options) -> dict[str, Any]:
     model = options.model
     slots, ctx = options.slots or LAB_SLOTS, options.ctx or LAB_CONTEXT
     report: dict[str, Any] = {
-        "program": PROGRAM, "version": VERSION, "mode": "prediction", "model": model_json(model), "slots": slots,
-        "context": ctx, "tokens": slots * ctx, "kv": [], "weights": [weights_json(each) for each in model.weights],
+        "program": PROGRAM, "tool_version": TOOL_VERSION, "mode": "prediction", "model": model_json(model),
+        "slots": slots, "context": ctx, "tokens": slots * ctx, "kv": [], "weights": [weights_json(each) for each in model.weights],
         "memory": [], "ceilings": [], "vllm": None,
     }  # fmt: skip
     for kv_type in report_types(options):
@@ -2397,7 +2397,7 @@ def render_check(options: Options, checks: Sequence[LogCheck]) -> str:
 def check_json(options: Options, checks: Sequence[LogCheck]) -> dict[str, Any]:
     """The same as one object."""
     return {
-        "program": PROGRAM, "version": VERSION, "mode": "check-log", "log": options.check_log,
+        "program": PROGRAM, "tool_version": TOOL_VERSION, "mode": "check-log", "log": options.check_log,
         "model": model_json(options.model),
         "agrees": all(check.agrees for check in checks),
         "checks": [{
@@ -2459,7 +2459,7 @@ def meeting_json(options: Options, meeting: Meeting) -> dict[str, Any]:
     measured = meeting.measured
 
     return {
-        "program": PROGRAM, "version": VERSION, "mode": "measured", "labbook": options.measured,
+        "program": PROGRAM, "tool_version": TOOL_VERSION, "mode": "measured", "labbook": options.measured,
         "label": measured.label,
         "model": model_json(options.model), "weights": weights_json(meeting.weights), "kv_type": meeting.kv_type,
         "bytes_per_token": bytes_per_token(options.model, meeting.kv_type), "slots": measured.slots,
@@ -2817,7 +2817,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.help:
             return emit(parser.format_help())
         if args.version:
-            return emit(f"{PROGRAM} {VERSION}\n")
+            return emit(f"{PROGRAM} {TOOL_VERSION}\n")
         text, code = run(parse_options(args))
     except UsageError as error:
         print(f"{PROGRAM}: {plain(error)}", file=sys.stderr)

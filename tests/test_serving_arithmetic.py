@@ -274,7 +274,7 @@ def test_help_version_and_every_option_described(run_program: RunProgram) -> Non
     for option in sa.build_parser()._option_string_actions:
         assert option in done.stdout
     assert "python3 serving_arithmetic.py --gguf model.gguf" in done.stdout
-    assert run_program(PROGRAM, "--version").stdout == f"serving_arithmetic.py {sa.VERSION}\n"
+    assert run_program(PROGRAM, "--version").stdout == f"serving_arithmetic.py {sa.TOOL_VERSION}\n"
 
 
 @pytest.mark.parametrize("options", ["", "--help", "--slots 4 --json"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import sys
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import serving_arithmetic as sa
-import summarise_load as sl
+import summarise_load
 
 LEVELS = (1, 5, 10, 20)
 
@@ -123,7 +125,17 @@ def test_more_than_the_ceiling_means_a_wrong_input(capsys: pytest.CaptureFixture
     assert "above the ceiling, so an input is wrong" in capsys.readouterr().out
 
 
-@settings(max_examples=100, deadline=None)
+def analysed(path: Path) -> dict[str, Any]:
+    """What the analyser's --json says of the label."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert summarise_load.main(["--labbook", str(path), "--label", "llama-baseline", "--json"]) == 0
+    answer = json.loads(shown.getvalue())
+    assert isinstance(answer, dict)
+    return answer
+
+
+@settings(max_examples=50, deadline=None)
 @given(st.floats(0.5, 200), st.floats(0, 20), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_the_analyser_and_the_arithmetic_fit_the_same_line(
     tmp_path_factory: pytest.TempPathFactory, a: float, b: float, slots: int, chance: random.Random
@@ -134,13 +146,16 @@ def test_the_analyser_and_the_arithmetic_fit_the_same_line(
         record["tpot_s"] = {"p50": round(record["tpot_s"]["p50"] * chance.uniform(0.9, 1.1), 6), "p90": 0.1}
         record["output_tokens_per_s"] = round(record["output_tokens_per_s"] * chance.uniform(0.9, 1.1), 4)
     path = notebook(tmp_path_factory.mktemp("book"), *records)
-    ours = sa.measure(str(path), "llama-baseline", None)
-    theirs = sl.build_curve(sl.read_notebook(str(path)), "llama-baseline")
-    assert ours.knee_between == theirs.knee and ours.operating_point == theirs.operating_point
-    assert (ours.fitted is None) == (theirs.fit is None)
-    if ours.fitted is not None and theirs.fit is not None:
-        assert (ours.fitted.a_ms, ours.fitted.b_ms) == pytest.approx((theirs.fit.a_ms, theirs.fit.b_ms), abs=1e-9)
-        assert ours.fit_levels == theirs.fit.levels and ours.fit_points == theirs.fit.points
+    ours, theirs = sa.measure(str(path), "llama-baseline", None), analysed(path)
+    between = theirs["knee"]["between"]
+    assert ours.knee_between == (tuple(between) if between else None)
+    assert ours.operating_point == theirs["operating_point"]
+    fit = theirs["fit"]
+    assert (ours.fitted is None) == (fit is None)
+    if ours.fitted is not None:
+        assert (ours.fitted.a_ms, ours.fitted.b_ms) == pytest.approx((fit["a_ms"], fit["b_ms"]), abs=1e-9)
+        assert list(ours.fit_levels) == fit["levels"] and ours.fit_points == fit["points"]
+        assert ours.fitted.ceiling_tokens_per_s == pytest.approx(fit["ceiling_tokens_per_s"])
 
 
 # ----------------------------------------------------------------------------------------------- reading a notebook
