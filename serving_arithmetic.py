@@ -2160,9 +2160,9 @@ def build_report(options: Options) -> dict[str, Any]:
     model = options.model
     slots, ctx = options.slots or LAB_SLOTS, options.ctx or LAB_CONTEXT
     report: dict[str, Any] = {
-        "program": PROGRAM, "tool_version": TOOL_VERSION, "mode": "prediction", "model": model_json(model),
-        "slots": slots, "context": ctx, "tokens": slots * ctx, "kv": [], "weights": [weights_json(each) for each in model.weights],
-        "memory": [], "ceilings": [], "vllm": None,
+        "program": PROGRAM, "tool_version": TOOL_VERSION, "mode": "prediction",
+        "model": model_json(model), "slots": slots, "context": ctx, "tokens": slots * ctx,
+        "kv": [], "weights": [weights_json(each) for each in model.weights], "memory": [], "ceilings": [], "vllm": None,
     }  # fmt: skip
     for kv_type in report_types(options):
         pool, allocated = pool_bytes(model, slots, ctx, kv_type), allocated_bytes(model, slots, ctx, kv_type)
