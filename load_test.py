@@ -356,7 +356,8 @@ class HttpResponse:
     """Frames one HTTP/1 response: feed(bytes) returns the body bytes they held.
 
     `head` is None until it is whole. `complete` says that the framing declared
-    the end; a body without framing ends only at close. Raises WireError.
+    the end; a body without framing ends only at close. Raises WireError, but not before the
+    body bytes that stand before the fault are handed over.
     """
 
     OPEN_END = "before a finish_reason or [DONE]"
@@ -367,6 +368,7 @@ class HttpResponse:
         self.chunked = False
         self._buffer = b""
         self._remaining: int | None = None  # of this chunk, or of the body
+        self._fault: WireError | None = None
         self._state = self._feed_head
 
     @property
@@ -386,9 +388,20 @@ class HttpResponse:
 
     def feed(self, data: bytes) -> bytes:
         body: list[bytes] = []
-        while data and not self.complete:
-            data = self._state(data, body)
+        self.check()
+        try:
+            while data and not self.complete:
+                data = self._state(data, body)
+        except WireError as error:
+            self._fault = error
+            if not body:
+                raise
         return body[0] if len(body) == 1 else b"".join(body)
+
+    def check(self) -> None:
+        """Raises the WireError that `feed` has kept back, if any."""
+        if self._fault is not None:
+            raise self._fault
 
     def _feed_head(self, data: bytes, body: list[bytes]) -> bytes:
         buffer = self._buffer + data
@@ -916,6 +929,7 @@ class Observation:
             self._check_head(self.http.head, at_s)
         if self._error_body is not None:
             self._error_body += body[: MAX_ERROR_BYTES - len(self._error_body)]
+            self.http.check()
             if self.http.complete or len(self._error_body) >= MAX_ERROR_BYTES:
                 self._fail_with_body(at_s)
             return
@@ -923,6 +937,7 @@ class Observation:
             self._on_event(event, at_s)
             if self.over:
                 return
+        self.http.check()
         if self.http.complete and not self.over:
             if self.finish is not None or self.events.unfinished() == b"[DONE]":
                 self._finish(at_s)
@@ -1234,6 +1249,7 @@ class PlainAnswer:
     def feed(self, data: bytes, at_s: float) -> None:
         try:
             self.body += self.http.feed(data)
+            self.http.check()
             self.over = self.http.complete or len(self.body) > MAX_EVENT_BYTES
         except WireError as error:
             self.problem, self.over = str(error), True
@@ -1270,9 +1286,10 @@ class _Link:
         """The other side has closed, in order or not."""
         reset = None if error is None else f"connection lost ({connect_error_text(error, 0)})"
         self._watcher.end_of_stream(time.perf_counter(), reset)
-        self._end()
+        self.finish()
 
-    def _end(self) -> None:
+    def finish(self) -> None:
+        """Wake whoever waits for the end."""
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -1323,7 +1340,7 @@ class _SocketLink(_Link):
             watcher.feed(data, at_s)
             if watcher.over:
                 self._stop_reading()
-                self._end()
+                self.finish()
         else:
             self._stop_reading()
             self._closed(None)
@@ -1357,7 +1374,7 @@ class _TransportLink(_Link, asyncio.Protocol):
         at_s = time.perf_counter()
         self._watcher.feed(data, at_s)
         if self._watcher.over:
-            self._end()
+            self.finish()
 
     def eof_received(self) -> None:
         self._closed(None)
@@ -1444,11 +1461,18 @@ async def fetch(route: Route, path: str, limit_s: float = CONTROL_LIMIT_S) -> tu
     answer = PlainAnswer()
     payload = request_bytes(route.target, "GET", path, route.headers)
     link = _link(route, payload, answer)
+
+    def expire() -> None:
+        answer.problem, answer.over = f"no answer within {limit_s:g} s", True
+        link.finish()
+
+    timer = asyncio.get_running_loop().call_later(limit_s, expire)
     try:
-        await asyncio.wait_for(_converse(link, limit_s), limit_s)
+        await _converse(link, limit_s)
     except (OSError, asyncio.TimeoutError) as error:
         raise ControlError(connect_error_text(error, limit_s)) from None
     finally:
+        timer.cancel()
         link.close()
     if answer.problem is not None or answer.http.head is None:
         raise ControlError(route.secrets.hide(printable(answer.problem or "no response")))
@@ -2218,6 +2242,16 @@ def chat_payload(options: Options, model: str, messages: Messages, max_tokens: i
     return request_bytes(options.target, "POST", options.target.chat_path, options.headers, body)
 
 
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel a task until it has ended: before Python 3.12 asyncio.wait_for may swallow one cancellation
+    (https://github.com/python/cpython/issues/86296)."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+    if not task.cancelled():
+        task.exception()
+
+
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM outside a level."""
 
@@ -2258,9 +2292,7 @@ class Session:
         task = asyncio.ensure_future(work)
         await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+            await end_task(task)
             raise Interrupted
         return task.result()
 
@@ -2501,8 +2533,7 @@ class Session:
             await run_level(self.route, concurrency, payloads, self.stop, run, self.request_ended)
         finally:
             for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+                await end_task(task)
         after = await sampling.look() if sampling else Snapshot()
         if not run.finished:
             return None

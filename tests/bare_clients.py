@@ -83,7 +83,7 @@ async def counting_level(port: int, payloads: Sequence[tuple[str, bytes]], not_t
 
 
 async def aiohttp_level(port: int, bodies: Sequence[tuple[str, dict[str, Any]]], header: str) -> list[Stream]:
-    """Post every body at once, its key in `header`; the clock starts before the post, where the usual tools start it."""
+    """Post every body at once, its key in `header`; the clock starts before the post, as in the usual tools."""
     url = f"http://{HOST}:{port}/v1/chat/completions"
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -30,7 +30,6 @@ import asyncio
 import contextlib
 import datetime
 import gc
-import itertools
 import json
 import os
 import platform
@@ -50,8 +49,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import bare_clients  # noqa: E402
-import load_test  # noqa: E402
 from bare_clients import Stream  # noqa: E402
+
+import load_test  # noqa: E402
 
 PARTS = ("burst", "parse", "paced", "fidelity", "connect", "memory")
 SHAPES = ("llama", "vllm")
@@ -113,7 +113,9 @@ def build_answer(shape: str, deltas: int) -> Answer:
     pieces = [frame(shape, choice(shape, {"content": piece})) for piece in PIECES]
     usage = {"prompt_tokens": 9, "completion_tokens": deltas, "total_tokens": 9 + deltas}
     tail = frame(shape, choice(shape, {}, "length")) + frame(shape, [], usage=usage)
-    return Answer(head, [pieces[k % len(pieces)] for k in range(deltas)], tail + chunk(b"data: [DONE]\n\n") + chunk(b""))
+    return Answer(
+        head, [pieces[k % len(pieces)] for k in range(deltas)], tail + chunk(b"data: [DONE]\n\n") + chunk(b"")
+    )
 
 
 # ---------------------------------------------------------------- the server, in its own process
@@ -394,7 +396,9 @@ def play(job: Job) -> Result:
     if done.returncode != 0:
         raise SystemExit(f"bench_client.py: the {job.client} client failed")
     *figures, streams = json.loads(done.stdout)
-    result = Result(*figures, [Stream(*stream) for stream in streams])
+    cpu_s, wall_s, deltas, maxrss, before, moments, lag_s = figures
+    seen = [Stream(*stream) for stream in streams]
+    result = Result(cpu_s, wall_s, deltas, maxrss, before, moments, lag_s, seen)
     if result.deltas != job.streams * job.deltas:
         raise SystemExit(
             f"bench_client.py: the {job.client} client saw {result.deltas} of {job.streams * job.deltas} deltas"
@@ -435,9 +439,7 @@ def compare(title: str, port: int, streams: int, deltas: int, rounds: int) -> di
 
 def ratio_to_bare(results: Mapping[str, Sequence[Result]], name: str) -> float:
     """Median over the rounds of this client's CPU per delta over the bare counter's in the same round."""
-    return statistics.median(
-        mine.us_per_delta / bare.us_per_delta for mine, bare in zip(results[name], results[BARE])
-    )
+    return statistics.median(mine.us_per_delta / bare.us_per_delta for mine, bare in zip(results[name], results[BARE]))
 
 
 def part_burst(options: argparse.Namespace) -> None:
@@ -497,7 +499,7 @@ def part_memory(options: argparse.Namespace) -> None:
         result = play(Job(OURS, port, 1000, 2000))
     say("\nmemory, ours: 1,000 streams x 2,000 deltas, at most 4 of them a write")
     say(
-        f"  peak {result.maxrss_mb:.0f} MB (before the load {result.before_mb:.0f} MB), {result.moments:,} arrival times"
+        f"  peak {result.maxrss_mb:.0f} MB (before: {result.before_mb:.0f} MB), {result.moments:,} arrival times"
         f" kept; at most {MEMORY_TARGET_MB} MB: {verdict(result.maxrss_mb <= MEMORY_TARGET_MB)}"
     )
 
@@ -637,7 +639,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="bench_client.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", type=parts_list, default=list(PARTS), metavar="LIST", help=f"some of {','.join(PARTS)} (default: all)")
+    add(
+        "--parts",
+        type=parts_list,
+        default=list(PARTS),
+        metavar="LIST",
+        help=f"some of {','.join(PARTS)} (default: all)",
+    )
     add("--rounds", type=whole, default=5, metavar="N", help="repetitions of each figure (default: %(default)s)")
     add("--burst-deltas", type=whole, default=5000, metavar="N", help="deltas of a bursting stream (default: 5000)")
     add("--paced-s", type=float, default=3.0, metavar="S", help="seconds of a paced round (default: 3)")
@@ -664,7 +672,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     now = datetime.datetime.now().astimezone()
     version = bare_clients.aiohttp_version()
     say(f"{now:%Y-%m-%d %H:%M %z}  {machine()}  Python {platform.python_version()}")
-    say(f"load_test.py {load_test.TOOL_VERSION}; " + (f"aiohttp {version}" if version else "aiohttp is not installed: left out"))
+    say(
+        f"load_test.py {load_test.TOOL_VERSION}; "
+        + (f"aiohttp {version}" if version else "aiohttp is not installed: left out")
+    )
     parts: dict[str, Callable[[argparse.Namespace], None]] = dict(
         zip(PARTS, (part_burst, part_parse, part_paced, part_fidelity, part_connect, part_memory))
     )
