@@ -2491,8 +2491,8 @@ def render_meeting(options: Options, meeting: Meeting) -> str:
     lines = [f"Label {plain(measured.label)}: {', '.join(told)}; slots {measured.slots or 'not known'}",
              f"Predicted for {model.name} ({model.shape}, from {plain(model.source)})"]  # fmt: skip
     one = sequence_bytes(model, measured.context, meeting.kv_type)
-    lines += render_weights(meeting.weights)
-    lines[-2] += f"; {meeting.weights_from}"
+    first, *rest = render_weights(meeting.weights)
+    lines += [f"{first}; {meeting.weights_from}", *rest]
     lines.append(
         f"  context = mean prompt {measured.prompt_tokens:.1f} + half of mean output {measured.output_tokens:.1f}"
         f" = {measured.context:.1f} tokens"
@@ -2505,14 +2505,12 @@ def render_meeting(options: Options, meeting: Meeting) -> str:
         lines.append(f"  cache of one sequence = {one:,.0f} B ({kv_type}; per layer, windows counted)")
     lines += render_lines(meeting)
     lines += render_shares(meeting)
-    where = (
-        f"between c={measured.knee_between[0]} and c={measured.knee_between[1]}"
-        if measured.knee_between
-        else "not reached"
-    )
-    lines.append(
-        f"Knee measured: {where}; explained by: {meeting.knee_code.replace('_', ' ')}: {meeting.knee_sentence}"
-    )
+    if measured.knee_between is None:
+        lines.append(f"Knee measured: not reached: {meeting.knee_sentence}")
+    else:
+        low, high = measured.knee_between
+        why = f"explained by: {meeting.knee_code}: {meeting.knee_sentence}"
+        lines.append(f"Knee measured: between c={low} and c={high}; {why}")
     point = f"c={measured.operating_point}" if measured.operating_point is not None else "none"
     lines.append(f"Operating point measured (no failure, both p90s inside the objective): {point}")
     lines += [f"note: {note}" for note in (*measured.notes, *model.notes)]
