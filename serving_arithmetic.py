@@ -600,7 +600,8 @@ class Config:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_COUNT:
             raise UsageError(f"{self.path}: {names[0]} is {plain(repr(value))}; expected a whole number above 0")
-        return value
+        number: int = value
+        return number
 
     def needed(self, what: str) -> int:
         """A field of the shape, or the class's default where the file leaves it out."""
@@ -1099,7 +1100,8 @@ class Gguf:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
             raise UsageError(f"{self.path}: {self.arch}.{name} is {plain(repr(value))}; expected a whole number")
-        return value
+        number: int = value
+        return number
 
     def per_layer(self, name: str, layers: int, default: Sequence[int]) -> list[int]:
         """A number for each layer: the file has one for all, or a list."""
