@@ -392,9 +392,10 @@ start_server() {
   exit 1
 }
 
-# wait_ready PORT PID - poll /health until it answers 200, the process is gone, or READY_SECONDS have passed.
+# wait_ready PORT PID - poll /health until it answers 200, the process is gone, or READY_SECONDS have passed. In
+# the background, so that bash acts on a signal at once: it ends by itself when the server has been stopped.
 wait_ready() {
-  "$PYTHON" - "$1" "$2" "${READY_SECONDS:-1800}" <<'PYTHON'
+  "$PYTHON" - "$1" "$2" "${READY_SECONDS:-1800}" <<'PYTHON' &
 import http.client, os, sys, time, urllib.request
 
 port, pid, limit_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -414,6 +415,7 @@ while time.monotonic() < end:
     time.sleep(0.25)
 sys.exit("the server was not ready after %g s" % limit_s)
 PYTHON
+  wait "$!"
 }
 
 # server_symptom FILE... - name what the last words of a server that did not start point at.

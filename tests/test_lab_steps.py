@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -401,6 +403,24 @@ def test_unknown_parts_are_refused(after_baseline: Lab, script: str) -> None:
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_stops_the_server_too(after_baseline: Lab, number: signal.Signals, status: int) -> None:
+    lab = after_baseline
+    process = lab.start("variants.sh", "slots8", ENGINE_FLAGS="--loading-s 100")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("starting llama-server"):
+            break
+    pid_file = lab.work / "llama-slots8.pid"
+    while not (pid_file.exists() and pid_file.read_text("utf-8").strip()):
+        assert process.poll() is None
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == status
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text("utf-8")), 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # admission.sh
 # ---------------------------------------------------------------------------------------------------------------
@@ -419,7 +439,7 @@ def served(lab: Lab) -> list[list[str]]:
 
 
 def test_admission_caps_the_sequences_and_tries_both_fractions(vllm: Lab) -> None:
-    result = vllm.run("admission.sh", "--", "--enforce-eager")
+    result = vllm.run("admission.sh", "--", "--enforce-eager", KV_BYTES="12079595520")  # left over in the terminal
     assert result.returncode == 0, result.stdout + result.stderr
     names = "--max-num-seqs --kv-cache-memory-bytes --gpu-memory-utilization"
     assert [options(call, names) for call in served(vllm)] == [
@@ -552,6 +572,12 @@ def test_crosscheck_says_when_the_two_differ(running: Lab, speed: str) -> None:
     result = running.run("crosscheck.sh", BENCH_SPEED=speed)
     assert result.returncode == 1 and "differ by more than 5 %" in result.stderr
     assert running.run("crosscheck.sh", BENCH_SPEED=speed, LIMIT_PERCENT="15").returncode == 0
+
+
+@pytest.mark.parametrize("tpot_ms", ["9", "12"])
+def test_crosscheck_judges_each_figure_and_each_direction(running: Lab, tpot_ms: str) -> None:
+    result = running.run("crosscheck.sh", PAIRS="1", BENCH_TPOT_MS=tpot_ms)
+    assert result.returncode == 1 and "differ by more than 5 %" in result.stderr
 
 
 def test_crosscheck_prints_the_difference(running: Lab) -> None:
