@@ -11,7 +11,9 @@ After a program's words have changed, this writes what it prints now into the bl
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -275,13 +277,13 @@ def test_every_option_of_a_program_is_in_the_readme(name: str) -> None:
 
 @pytest.mark.parametrize("path", [README, LABBOOK], ids=lambda path: path.name)
 def test_every_option_named_anywhere_exists(path: Path) -> None:
-    known = set(FOREIGN_OPTIONS) | {"--help", "--update"}
+    known = {*FOREIGN_OPTIONS, "--help", "--update", *OPTION.findall(help_of("tests/engines/run.sh"))}
     for name in (*PROGRAMS, *(script for script in SCRIPTS if script not in NOT_RUN_ALONE)):
         known |= set(OPTION.findall(help_of(name)))
     named = set()
     for span in code_spans(prose_of(path)):
         named |= set(OPTION.findall(span))
-    assert not named - known
+    assert sorted(named - known) == []
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *(script for script in SCRIPTS if script not in NOT_RUN_ALONE)])
@@ -297,7 +299,7 @@ def test_every_file_named_exists(path: Path) -> None:
     for span in code_spans(prose_of(path)):
         if re.fullmatch(r"[\w.-]+\.(py|sh|md|toml|jsonl|json|svg|html|env)", span):
             named.add(span)
-    missing = sorted(name for name in named - MADE_FILES if not (ROOT / name).exists())
+    missing = sorted(n for n in named - MADE_FILES if not (ROOT / n).exists() and not (ROOT / "scripts" / n).exists())
     assert not missing
 
 
@@ -375,7 +377,6 @@ class Measured(NamedTuple):
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """One short run against the simulated engine, watched, with everything recorded that can be."""
     folder = tmp_path_factory.mktemp("fields")
-    port_file = folder / "port"
     engine = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "simulated_engine.py"), "--a-ms", "2", "--b-ms", "0.1"],
         stdin=subprocess.DEVNULL,
@@ -394,7 +395,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     finally:
         engine.terminate()
         engine.communicate(timeout=20)
-    assert not port_file.exists()
     lines = [json.loads(line) for line in (folder / "labbook.md").read_text("utf-8").splitlines()]
     return Measured(
         [line for line in lines if "record" not in line],
@@ -522,6 +522,112 @@ def test_the_notebook_as_shipped_lacks_everything_and_holds_no_record(tmp_path: 
     assert "damaged" not in failed
 
 
+# ---------------------------------------------------------------- what an audit catches
+
+
+def audited_fields(row: Sequence[str]) -> list[str]:
+    return code_spans(row[0])
+
+
+def leaves_of(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Each number under a field, with the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves_of(inner, (*path, key))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+
+
+def alterations(record: Mapping[str, Any], name: str, factors: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Copies of a record with one number under a field altered; a count moves by at least one, and not below 0."""
+    for path, value in leaves_of(record[name], (name,)):
+        for factor in factors:
+            altered: dict[str, Any] = json.loads(json.dumps(record))
+            inner: Any = altered
+            for key in path[:-1]:
+                inner = inner[key]
+            changed: float = value * factor
+            if isinstance(value, int):
+                changed = max(value + 1, round(changed)) if factor > 1 else min(value - 1, round(changed))
+                changed = value + 1 if changed < 0 else changed
+            elif changed == value:
+                changed = 0.5
+            inner[path[-1]] = changed
+            yield altered
+
+
+def is_caught(program: ModuleType, folder: Path, records: Sequence[Mapping[str, Any]], *more: str) -> bool:
+    """Whether the check of a notebook of these records fails in `consistent` or in `raw`."""
+    notebook = folder / "altered.md"
+    notebook.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in records), "utf-8")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        program.main(["--labbook", str(notebook), "--check", "--json", *more])
+    found = json.loads(printed.getvalue())["findings"]
+    return any(one["status"] == "FAIL" and one["rule"] in ("consistent", "raw") for one in found)
+
+
+def test_the_table_of_alterations_is_true(measured: Measured, tmp_path: Path) -> None:
+    """Its cells "always" and "never": on the walk's highest level by arithmetic, on a short run with its raw file."""
+    program = load_program("summarise_load.py")
+    walk = (ROOT / "tests" / "data" / "walk" / "sim.md").read_text("utf-8")
+    lines = [json.loads(line) for line in walk.splitlines() if line.startswith("{")]
+    level = next(line for line in lines if line["concurrency"] == 20)
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps(request) + "\n" for request in measured.raw), "utf-8")
+    with_raw = ("--raw", str(raw))
+    assert not is_caught(program, tmp_path, [level]) and not is_caught(program, tmp_path, measured.levels, *with_raw)
+    wrong = []
+    for row in table_under("What an audit catches"):
+        for name in audited_fields(row):
+            for column, factors in ((1, (1.01, 0.99)), (2, (2.0, 0.5))):
+                if row[column] in ("always", "never"):
+                    found = {is_caught(program, tmp_path, [one]) for one in alterations(level, name, factors)}
+                    if found - {row[column] == "always"}:
+                        wrong.append(f"{name}, column {column}: not {row[column]}")
+            if row[3] in ("always", "never"):
+                first, second = measured.levels
+                found = {
+                    is_caught(program, tmp_path, [first, one], *with_raw) for one in alterations(second, name, (1.01,))
+                }
+                if found - {row[3] == "always"}:
+                    wrong.append(f"{name}, with --raw: not {row[3]}")
+    assert not wrong
+
+
+# ---------------------------------------------------------------- pictures
+
+PICTURES = {
+    "tests/data/walk/first.svg": ("sim.md", "--label", "first"),
+    "tests/data/walk/two.svg": ("two.md", "--compare", "server-a", "server-b"),
+}
+
+
+def drawn(picture: str, folder: Path) -> bytes:
+    """A picture of the gallery as the programs draw it now."""
+    notebook, *what = PICTURES[picture]
+    data = subprocess.run(
+        [sys.executable, str(ROOT / "summarise_load.py"), "--labbook", f"tests/data/walk/{notebook}", *what, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    target = folder / "drawn.svg"
+    draw = [sys.executable, str(ROOT / "scripts" / "draw_curve.py"), "--svg", str(target)]
+    subprocess.run(draw, input=data, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    return target.read_bytes()
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_the_gallery_shows_what_is_drawn_now(picture: str, tmp_path: Path) -> None:
+    assert picture in README.read_text("utf-8")
+    assert (ROOT / picture).read_bytes() == drawn(picture, tmp_path), "draw it again: tests/test_docs.py --update"
+
+
+# ---------------------------------------------------------------- --update
+
+
 def update() -> None:
     """Write what the commands print now into the blocks of both files. A block with ``...`` is only reported."""
     for path in (README, LABBOOK):
@@ -536,13 +642,20 @@ def update() -> None:
                     fresh += [*f"$ {command.text}".split("\n"), *printed]
             if same:
                 continue
-            print(f"{path.name}, line {block.line}: {'differs: edit it by hand' if '...' in block.lines else 'updated'}")
+            print(
+                f"{path.name}, line {block.line}: {'differs: edit it by hand' if '...' in block.lines else 'updated'}"
+            )
             if "..." not in block.lines:
                 lines[block.line : block.line + len(block.lines)] = fresh
         path.write_text("\n".join(lines), "utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        for picture in PICTURES:
+            (ROOT / picture).write_bytes(drawn(picture, Path(name)))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--update"]:
-        sys.exit(__doc__)
-    update()
+    if sys.argv[1:] == ["--update"]:
+        update()
+    else:
+        print(__doc__)
+        sys.exit(0 if sys.argv[1:] == ["--help"] else 2)
