@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Read the curve that load_test.py measured: tables, knee, fit, reading and a check of the notebook.
+"""Read the curve that load_test.py measured: tables, knee, fit, reading, and an audit of the notebook.
 
-A notebook is a text file (labbook.md) in which prose and JSON lines stand side by side. load_test.py appends one
-line per concurrency level; this program reads them all and says what they show. It changes the notebook only with
---record and --import, and then by appending one line.
+A notebook is a text file (labbook.md) in which prose and JSON lines stand side by side. load_test.py appends one line
+per concurrency level; this program finds them all, whatever stands around them, and says what they show. It changes
+the notebook only with --record and --import, and then by appending one line.
 
 Examples:
   python3 summarise_load.py --list
@@ -12,16 +12,23 @@ Examples:
   python3 summarise_load.py --compare llama-baseline vllm-baseline
   python3 summarise_load.py --label llama-baseline --json | python3 scripts/draw_curve.py --svg curve.svg
   python3 summarise_load.py --check
+  python3 summarise_load.py --check students/*/labbook.md
+  python3 summarise_load.py --check --raw requests.jsonl
+  python3 summarise_load.py --label vllm-baseline --level 20 --export vllm-bench c20.json
+  python3 summarise_load.py --import vllm-bench result.json --label vllm-bench --set engine=vllm --set server_slots=20
 
 Output:
   --list     "==> N label(s) in FILE", then a line per label in file order: label, engine, prompt set,
              "levels 1,5,10,20", "last DATE". The label is always the first word of its line: white space, "%" and
              unprintable characters in it are shown as %XX ("my run" as "my%20run"). --label and --compare take a
              label as it was written or as it is listed.
-  --label    heading, table, bars, derived figures, reading. A table row begins with its c. TTFT, TPOT in seconds.
-  --compare  the same levels of two labels side by side, and each setting that differs between them.
-  --check    one line per rule, PASS, WARN or FAIL, then "N pass, N warn, N fail".
-  Notes about the file itself (damaged or unknown lines) go to standard error, with their line numbers.
+  --label    heading, table, bars, derived figures, notes, reading. A table row begins with its c. TTFT and TPOT are in
+             seconds. Bars are in colour only on a terminal, and never where NO_COLOR is set.
+  --compare  the same levels of two labels side by side, and each setting that differs between them. Where levels were
+             repeated, a difference inside their ranges is called none.
+  --check    one line per rule, PASS, WARN or FAIL, then "N pass, N warn, N fail"; of several files, a table at the end.
+  --json     all of it, with every figure: for scripts/draw_curve.py and for jq. A figure that is not known is null.
+  Notes about the file itself (damaged, repeated or unknown lines) go to standard error, with their line numbers.
 
 How the figures are defined:
   scaling          throughput(c) / (c x throughput at the lowest level / that level)
@@ -30,7 +37,13 @@ How the figures are defined:
   fit              least squares of TPOT p50 on c, a + b x c, over levels at or below the server's slots
   ceiling          1/b: what throughput tends to under that fit, whatever the concurrency
   operating point  the highest level with no failure and both p90s inside the recorded objective
-  A level that was run several times under one run id (load_test.py --repeat) shows the median and its range.
+  Of a label that was run more than once, the newest run of each level counts. Levels that this run repeated
+  (load_test.py --repeat) show the median, and their range beside it.
+
+What the audit (rule "consistent") can and cannot see: a line fails only when no values that round to the printed ones
+fit together. Counts, rates, percentiles, times and tokens are tied to each other that way, so most single alterations
+of a measured figure show; a figure that nothing else in the line bounds (the largest TTFT raised, prompt tokens, the
+client's load, a setting) shows only against the per-request lines, with --raw, or not at all.
 
 Exit codes: 0; 1 for an unknown label, no records, a FAIL, or a line that could not be appended (it is then printed
 on standard output); 2 for bad arguments or a file that cannot be read; 130 after Ctrl-C.
@@ -66,6 +79,7 @@ KNOWN_SCHEMAS = (1, 2)  # 1: a line without `schema`
 
 MAX_LINE_BYTES = 1 << 20  # a level record is about 3 kB; 1 MiB leaves room and bounds what a hostile line can cost
 MAX_FILE_BYTES = 1 << 30  # beyond this it is not a notebook (/dev/zero, a model file)
+MAX_FIGURE = 1e15  # no count, time or rate here comes near it; below it, squares and sums stay finite
 MAX_NUMBER_CHARS = 300  # still fits a float; Python itself refuses whole numbers above 4300 digits
 
 SWEEP_LEVELS = (1, 5, 10, 20)  # the lab's levels
@@ -350,19 +364,17 @@ def looks_like_ours(text: str) -> bool:
 def field_fault(data: Mapping[str, Any]) -> str | None:
     """The first field of a level record whose value cannot be what its name says; None where all can."""
     for path in (*COUNT_FIELDS, *MEASURE_FIELDS):
-        value = data.get(path)
-        number = as_number(value)
-        if value is not None and number is None:
-            return f"{path} is {json.dumps(value)[:40]}, not a number"
-        if number is not None and path in COUNT_FIELDS and not number.is_integer():
-            return f"{path} is {number.text}, not a whole number"
+        fault = number_fault(path, data.get(path))
+        if fault:
+            return fault
     for name in STATISTIC_FIELDS:
         block = {} if data.get(name) is None else data[name]
         if not isinstance(block, dict):
             return f"{name} is {json.dumps(block)[:40]}, not an object of percentiles"
         for key in STATISTICS:
-            if block.get(key) is not None and as_number(block[key]) is None:
-                return f"{name}.{key} is {json.dumps(block[key])[:40]}, not a number"
+            fault = number_fault(f"{name}.{key}", block.get(key))
+            if fault:
+                return fault
     for name in TALLY_FIELDS:
         block = data.get(name)
         if block is not None and not (isinstance(block, dict) and all(map(is_count, block.values()))):
@@ -378,6 +390,22 @@ def field_fault(data: Mapping[str, Any]) -> str | None:
         return f"interrupted is {json.dumps(data['interrupted'])[:40]}, neither true nor false"
     if (as_number(data["concurrency"]) or 0) < 1:
         return f"concurrency is {json.dumps(data['concurrency'])[:40]}, not a number of requests"
+    return None
+
+
+def number_fault(path: str, value: Any) -> str | None:
+    """Why a value cannot be the figure of this name; None where it can, or is unknown.
+
+    >>> number_fault("wall_s", "12.5"), number_fault("failed", Printed("0.5")), number_fault("failed", None)
+    ('wall_s is "12.5", not a number', 'failed is 0.5, not a whole number', None)
+    """
+    number = as_number(value)
+    if number is None:
+        return None if value is None else f"{path} is {json.dumps(value)[:40]}, not a number"
+    if abs(number) > MAX_FIGURE:
+        return f"{path} is {number:g}: beyond anything that can be measured"
+    if path in COUNT_FIELDS and not number.is_integer():
+        return f"{path} is {number.text}, not a whole number"
     return None
 
 
@@ -434,7 +462,7 @@ def file_lines(path: str) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def wide_encoding(start: bytes) -> str | None:
-    """ "UTF-16" or "UTF-32" where a file's first bytes say so, by a byte order mark or by NULs between letters.
+    """UTF-16 or UTF-32, where a file's first bytes say so by a byte order mark or by NULs between letters; else None.
 
     >>> wide_encoding("# Lab".encode("utf-16-le")), wide_encoding(b"\\xef\\xbb\\xbf# Lab"), wide_encoding(b"# Lab")
     ('UTF-16', None, None)
@@ -856,8 +884,10 @@ def find_curve(book: Notebook, name: str) -> Curve:
     if not book.records:
         raise ResultError(f"no level records in {book.path}: run load_test.py first, or name the file with --labbook")
     labels = book.by_label()
+    if name in labels:
+        return build_curve(name, labels[name])
     for label, records in labels.items():
-        if name in (label, as_word(label)):
+        if name == as_word(label):
             return build_curve(label, records)
     known = ", ".join(map(as_word, labels))
     raise ResultError(f"no label {name!r} in {book.path}; it holds: {known}")
@@ -1973,21 +2003,17 @@ def read_cache_luck(curve: Curve) -> list[Reading]:
     ]
     if not uneven:
         return []
-    level, share, following, next_share = max(uneven, key=lambda item: abs(item[3] - item[1]))
     shared = curve.settings["prompt_set"] == "shared-prefix"
     advice = (
         "a server that keeps a cache per slot fills it slot by slot: warm every slot, or use a pooled cache"
         if shared
         else "use prompts that differ from the first token on (prompt set mixed)"
     )
+    shares = ", ".join(f"{share:.0%} at c={level.c}" for level, share in known)
+    changed = tuple(item[2].c for item in uneven)
+    evidence = f"cache luck: cached share {shares}: more than 10 points from its neighbour at c={c_list(changed)}"
     return [
-        Reading(
-            "cache_luck",
-            tuple(item[2].c for item in uneven),
-            f"cache luck: cached share {share:.0%} at c={level.c} but {next_share:.0%} at c={following.c}",
-            advice,
-            {"shares": {str(level.c): share for level, share in known}},
-        )
+        Reading("cache_luck", changed, evidence, advice, {"shares": {str(level.c): share for level, share in known}})
     ]
 
 
@@ -2102,9 +2128,9 @@ def cell(curve: Curve, level: Level, column: Column) -> str:
 
 
 def ok_cell(level: Level) -> str:
-    """ "40/40"; a level that was cut short is marked."""
+    """Completed of asked, one word, as 40/40; a level that was cut short is marked."""
     asked = "?" if level.requests is None else level.requests
-    return f"{level.completed}/{asked}{' interrupted' if level.interrupted else ''}"
+    return f"{level.completed}/{asked}{'(interrupted)' if level.interrupted else ''}"
 
 
 def table_rows(curve: Curve) -> list[list[str]]:
@@ -2247,7 +2273,7 @@ def knees_by_repeat(curve: Curve) -> dict[int, tuple[int, int] | None]:
 
 
 def knee_agreement(curve: Curve) -> str:
-    """ " (2 of 3 runs agree)" where there are several runs."""
+    """How many of several runs have this knee, as " (2 of 3 runs agree)"; nothing where there is one run."""
     knees = list(knees_by_repeat(curve).values())
     return f" ({knees.count(curve.knee)} of {len(knees)} runs agree)" if knees else ""
 
@@ -2677,7 +2703,20 @@ def csv_level_rows(curve: Curve) -> list[dict[str, Any]]:
 
 
 def to_json(value: Any) -> str:
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+    """Strict JSON, indented; a quotient that ran out of a float's range is null."""
+    return json.dumps(finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """
+    >>> finite({"a": [1.5, float("inf")]})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------- writing the notebook, and other tools' files
@@ -2894,6 +2933,7 @@ def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapp
         }
     )
     record.update(vllm_detailed(result, record, wall) or vllm_summary(source, record, wall))
+    json.dumps(record, allow_nan=False)  # raises ValueError where a quotient ran out of range
     return record
 
 
@@ -3133,10 +3173,10 @@ def complain(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr)
 
 
-def report_lines(book: Notebook) -> None:
+def report(path: str, remarks: Iterable[Remark]) -> None:
     """Say on standard error which lines were not used, or used once."""
-    for remark in sorted([*book.damaged, *book.unknown, *book.remarks]):
-        complain(f"{book.path} line {remark.line}: {printable(remark.text)}")
+    for remark in sorted(remarks):
+        complain(f"{path} line {remark.line}: {printable(remark.text)}")
 
 
 def in_colour() -> bool:
@@ -3228,7 +3268,9 @@ def run_check(options: Options, paths: Sequence[str]) -> tuple[str, int]:
     where any rule failed."""
     raw = read_raw(options.raw) if options.raw else None
     if len(paths) == 1:
-        findings = check(read_notebook(paths[0]), raw)
+        book = read_notebook(paths[0])
+        report(book.path, book.remarks)  # damaged and unknown lines have rules of their own
+        findings = check(book, raw)
         code = 1 if tally_of(findings)[FAIL] else 0
         if options.form == "json":
             return to_json(
@@ -3280,7 +3322,7 @@ def run(options: Options) -> tuple[str, int]:
     if options.import_from is not None:
         return run_import(options)
     book = read_notebook(options.labbook)
-    report_lines(book)
+    report(book.path, [*book.damaged, *book.unknown, *book.remarks])
     if options.export_to is not None:
         return run_export(options, book)
     if options.label is not None:

@@ -425,7 +425,7 @@ def test_the_table_of_the_level_record_names_its_fields(measured: Measured) -> N
 
 def statistics_sentence() -> str:
     """The README's sentence that says what a field of the kind `statistics` holds."""
-    found = re.search(r"\*statistics\* is an object of ([^.]*)\.", prose_of(README))
+    found = re.search(r"\*statistics\*\s+is\s+an\s+object\s+of\s+([^.]*)\.", prose_of(README))
     assert found is not None
     return found.group(1)
 

@@ -184,7 +184,7 @@ def test_an_interrupted_level_enters_no_figure() -> None:
     curve = curve_of(exact(1), exact(5), exact(20, interrupted=True))
     assert curve.fit is not None and curve.fit.levels == (1, 5)
     assert curve.operating_point == 5
-    assert "40/40 interrupted" in text_of(curve)
+    assert "40/40(interrupted)" in text_of(curve)
 
 
 def test_repeats_show_median_range_and_agreement() -> None:

@@ -345,6 +345,24 @@ def test_a_little_is_caught_where_figures_are_counts() -> None:
         assert caught(data, path, 1.0001) and caught(data, path, 0.9999), path
 
 
+@pytest.mark.parametrize(
+    ("percentile", "value", "at_most"),
+    [("min", 2.1, 0), ("p50", 2.1, 19), ("p90", 2.1, 35), ("p99", 2.1, 39), ("max", 2.1, 39)],
+)
+def test_a_percentile_outside_the_limit_bounds_within_slo(percentile: str, value: float, at_most: int) -> None:
+    """40 requests, limit 2.0 s: nearest rank p50 is the 20th, so 2.1 there leaves at most 19 inside."""
+    data = honest_record(completed=40, failed=0, ttft_s={percentile: value}, tpot_s={"max": 0.05}, slo_tpot_s=0.1)
+    assert sl.misjudged(as_read({**data, "within_slo": at_most})) == []
+    assert len(sl.misjudged(as_read({**data, "within_slo": at_most + 1}))) == 1
+
+
+@pytest.mark.parametrize(("percentile", "at_least"), [("min", 1), ("p50", 20), ("p90", 36), ("p99", 40), ("max", 40)])
+def test_a_percentile_inside_the_limit_bounds_within_slo(percentile: str, at_least: int) -> None:
+    data = honest_record(completed=40, failed=0, ttft_s={percentile: 1.9}, tpot_s={"max": 0.05}, slo_tpot_s=0.1)
+    assert sl.misjudged(as_read({**data, "within_slo": at_least})) == []
+    assert len(sl.misjudged(as_read({**data, "within_slo": at_least - 1}))) == 1
+
+
 def test_negative_figures_contradict_themselves() -> None:
     assert sl.contradictions(as_read(honest_record(wall_s=-1.0))) == ["wall_s -1.0 is negative"]
 

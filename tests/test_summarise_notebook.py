@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import multiprocessing
 import os
 import random
 import re
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -230,23 +232,38 @@ JSON_VALUES = st.recursive(
 )
 
 
-@given(name=st.sampled_from([*RECORD, "new"]), value=JSON_VALUES)
+FIELDS = [*RECORD, "new", "ttft_s.p50", "tpot_s.p50", "tpot_s.p90", "e2e_s.mean", "finish_reasons.length", "client.x",
+          "client.cpu_fraction", "client.loop_lag_s", "client.loop_lag_s.p99", "client.floor_us_per_delta",
+          "server.peak_deferred", "server.preemptions", "ttft_split_s.queue", "ttft_split_s.queue.p50"]  # fmt: skip
+
+
+@given(path=st.sampled_from(FIELDS), value=JSON_VALUES | st.sampled_from([1e-320, 1e-200, 1e14, 1e200, 10**299, -1, 0]))
 def test_no_value_of_any_field_makes_a_view_fail(
-    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+    tmp_path_factory: pytest.TempPathFactory, path: str, value: Any
 ) -> None:
     """Every view either shows a record with this value or the line is named as unusable."""
-    path = tmp_path_factory.mktemp("fuzz") / "book.md"
-    changed = json.dumps({**RECORD, "concurrency": 20, name: value})
-    path.write_text(f"{line()}\n{changed}\n", encoding="utf-8")
-    book = sl.read_notebook(str(path))
-    assert len(book.records) >= 1
+    changed = {**copy.deepcopy(RECORD), "concurrency": 20, "run_id": "other"}
+    *parents, last = path.split(".")
+    target = changed
+    for key in parents:
+        target[key] = target[key] if isinstance(target.get(key), dict) else {}
+        target = target[key]
+    target[last] = value
+    file = tmp_path_factory.mktemp("fuzz") / "book.md"
+    file.write_text(f"{line()}\n{json.dumps(changed)}\n{line(concurrency=1)}\n", encoding="utf-8")
+    book = sl.read_notebook(str(file))
+    assert len(book.records) >= 2
     sl.finding_lines(sl.check(book))
     for curve in sl.build_curves(book).values():
         sl.label_text(book, curve, colour=True)
         sl.label_markdown(book, curve)
-        sl.to_json(sl.curve_json(book, curve))
+        json.loads(sl.to_json(sl.curve_json(book, curve)), parse_constant=pytest.fail)
         sl.to_csv(sl.csv_level_rows(curve))
-        sl.compare_text(curve, curve, markdown=False) if curve.usable else None
+        if curve.usable:
+            sl.compare_text(curve, curve, markdown=False)
+            json.dumps(sl.summary_record(curve, datetime.now()), allow_nan=False)
+            for level in curve.usable:
+                sl.to_json(sl.to_vllm_bench(level))
     "\n".join(sl.list_lines(book)).encode("utf-8", "backslashreplace")
 
 
@@ -349,6 +366,13 @@ def test_a_file_that_does_not_end_in_a_newline_gets_one(tmp_path: Path) -> None:
     empty.touch()
     sl.append_line(str(empty), "{}")
     assert empty.read_bytes() == b"{}\n"
+
+
+def test_an_appended_line_is_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    sl.append_line(str(tmp_path / "book.md"), "{}")
+    assert len(flushed) == 1
 
 
 def write_many(path: str, name: str) -> None:

@@ -159,7 +159,7 @@ def test_export_of_repeats_is_the_median_run(book: Book) -> None:
 
 
 def test_export_asks_which_level(book: Book) -> None:
-    book.write([exact(c) for c in LEVELS])
+    book.write([*(exact(c) for c in LEVELS), exact(40, completed=0, failed=40)])
     many = book.run("--label", "llama-baseline", "--export", "vllm-bench", "-")
     assert many.returncode == 2 and "--level C (it holds c=1,5,10,20)" in many.stderr
     other = book.run("--label", "llama-baseline", "--export", "vllm-bench", "-", "--level", 7)
