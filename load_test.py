@@ -51,6 +51,7 @@ from typing import (
     Any,
     Callable,
     NamedTuple,
+    Optional,
 )
 
 try:  # POSIX only; elsewhere one write() call per line is the whole protection
@@ -620,12 +621,12 @@ HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a strea
 NO_TAIL = b"\0 no read ends like this"
 
 
-class _ChunkHeaders(dict[int, bytes]):
-    """The chunk header that an event with a text of n bytes must have; b"\\n" (which never
-    stands there) for an empty text, which is no token."""
+class _ChunkHeaders(dict[int, Optional[bytes]]):
+    """The chunk header that an event with a text of n bytes must have; None, which no bytes
+    equal, for an empty text, which is no token."""
 
     def __init__(self, fixed_bytes: int, chunked: bool) -> None:
-        super().__init__({0: b"\n"})
+        super().__init__({0: None})
         self.fixed_bytes, self.chunked = fixed_bytes, chunked
 
     def __missing__(self, text_bytes: int) -> bytes:
@@ -653,6 +654,13 @@ class PlainDeltas:
         """The texts of the plain events that `data` starts with, and how many bytes they take."""
         pieces = data.split(self.tail)
         rest = len(pieces.pop())
+        texts = self.texts(pieces)
+        if len(texts) == len(pieces):
+            return texts, len(data) - rest
+        return texts, sum(map(len, pieces[: len(texts)])) + len(texts) * len(self.tail)
+
+    def texts(self, pieces: Iterable[bytes]) -> list[bytes]:
+        """The texts of the plain events that `pieces` starts with; each piece is all before a tail."""
         prefix, headers = self._prefix, self._headers
         texts: list[bytes] = []
         for piece in pieces:
@@ -671,9 +679,7 @@ class PlainDeltas:
                 if PLAIN_STRING.match(text) is None:
                     del texts[number:]
                     break
-        if len(texts) == len(pieces):
-            return texts, len(data) - rest
-        return texts, sum(map(len, pieces[: len(texts)])) + len(texts) * len(self.tail)
+        return texts
 
 
 def learn_plain(event: ServerEvent, doc: Json, channel: str, text: str, chunked: bool) -> PlainDeltas | None:
@@ -839,10 +845,10 @@ class Observation:
         if not held:
             return
         self._held, self._held_at = [], []
-        if self._plain is not None and self._at_boundary:
-            texts, taken = self._plain.take(b"".join(held))
-            if len(texts) == len(held) and taken == sum(map(len, held)) and not self.over:
-                # as many plain events as reads that end with one: each read was one event
+        if self._plain is not None and self._at_boundary and not self.over:
+            tail = len(self._tail)
+            texts = self._plain.texts([data[:-tail] for data in held])
+            if len(texts) == len(held):  # each read was one plain event
                 self._misses = 0
                 self._note_moments(held_at)
                 self._note_plain(texts)

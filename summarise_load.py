@@ -2932,8 +2932,13 @@ def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapp
             "goodput_requests_per_s": source.number("request_goodput"),
         }
     )
-    record.update(vllm_detailed(result, record, wall) or vllm_summary(source, record, wall))
-    json.dumps(record, allow_nan=False)  # raises ValueError where a quotient ran out of range
+    try:
+        record.update(vllm_detailed(result, record, wall) or vllm_summary(source, record, wall))
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"its figures are not all numbers of a possible size ({error})") from None
+    fault = field_fault(parse_json(json.dumps(record)))  # what is written must be read again
+    if fault:
+        raise ValueError(fault)
     return record
 
 

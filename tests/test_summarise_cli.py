@@ -552,3 +552,9 @@ def test_it_runs_alone(book: Book, tmp_path: Path) -> None:
         [sys.executable, "-I", "summarise-load.py", "--help"], cwd=alone, capture_output=True, check=False
     )
     assert result.returncode == 0 and b"Examples:" in result.stdout
+
+
+def test_a_label_as_written_wins_over_one_as_listed(book: Book) -> None:
+    book.write([honest(1, label="my run"), honest(5, label="my%20run")])
+    assert book.run("--label", "my%20run").stdout.startswith("my%2520run:")
+    assert book.run("--label", "my%2520run").stdout.startswith("my%2520run:")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_summarise_cli import Book
 from test_summarise_honest import Json, Load, any_load, decimals, leaves, level_record, simulate
 
@@ -65,8 +67,20 @@ def test_honest_levels_are_what_their_requests_give() -> None:
 
 def test_every_altered_figure_is_named() -> None:
     record, lines = level_and_lines(Load(tokens=(100, 128), failing=0.1), 5)
-    not_measured = ("context_length", "server_slots", "max_tokens", "temperature", "concurrency", "schema", "repeat",
-                    "warmup", "slo_", "client.", "chunk_gap_s.", "_per_s")  # fmt: skip
+    not_measured = (
+        "context_length",
+        "server_slots",
+        "max_tokens",
+        "temperature",
+        "concurrency",
+        "schema",
+        "repeat",
+        "warmup",
+        "slo_",
+        "client.",
+        "chunk_gap_s.",
+        "_per_s",
+    )
     checked = 0
     for path, value in leaves(record):
         if path.startswith(not_measured) or (path.endswith("_per_s")):
@@ -142,10 +156,62 @@ def test_a_real_run_agrees_with_its_raw_file(book: Book, sim_engine: Any, run_pr
     book.path.touch()
     raw = book.path.parent / "raw.jsonl"
     run = run_program(
-        "load_test.py", "--base-url", engine.base_url, "--labbook", book.path, "--raw", raw, "--label", "x",
-        "--concurrency", "1,6", "--requests", 20, "--max-tokens", 12, "--repeat", 2, "--seed", 3, "--quiet",
-    )  # fmt: skip
+        "load_test.py",
+        "--base-url",
+        engine.base_url,
+        "--labbook",
+        book.path,
+        "--raw",
+        raw,
+        "--label",
+        "x",
+        "--concurrency",
+        "1,6",
+        "--requests",
+        20,
+        "--max-tokens",
+        12,
+        "--repeat",
+        2,
+        "--seed",
+        3,
+        "--quiet",
+    )
     assert run.returncode == 0, run.stderr
     result = book.run("--check", "--raw", raw)
     assert f"PASS  raw: 4 level records recomputed from {raw}: the same" in result.stdout, result.stdout
     assert "PASS  consistent: 4 records without contradiction" in result.stdout
+
+
+RAW_FIELDS = (
+    "ok",
+    "ttft_s",
+    "tpot_s",
+    "started_s",
+    "ended_s",
+    "output_tokens",
+    "prompt_tokens",
+    "finish",
+    "label",
+    "cached_tokens",
+    "error_class",
+    "run_id",
+    "repeat",
+    "concurrency",
+    "coalesced",
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+CONTAINERS = st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(max_size=2), st.integers(), max_size=1)
+
+
+@given(name=st.sampled_from(RAW_FIELDS), value=SCALARS | CONTAINERS)
+def test_no_value_in_a_raw_line_makes_the_check_fail(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+) -> None:
+    record, lines = level_and_lines(Load(c=2, requests=4), 1)
+    lines[1][name] = value
+    path = tmp_path_factory.mktemp("fuzz") / "raw.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    book = sl.Notebook("labbook.md", [sl.Record(1, sl.parse_json(json.dumps(record)))])
+    findings = sl.check(book, sl.read_raw(str(path)))
+    assert findings[-1].rule == "raw"

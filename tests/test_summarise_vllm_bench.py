@@ -6,6 +6,7 @@ measured on the simulated engine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_summarise_cli import Book
 from test_summarise_figures import LEVELS, exact
 from test_summarise_honest import Load, as_read, decimals, level_record, simulate
@@ -175,3 +178,26 @@ def test_import_refuses_a_notebook_that_is_not_utf_8(book: Book) -> None:
     before = book.path.read_bytes()
     result = book.run("--import", "vllm-bench", SUMMARY)
     assert result.returncode == 2 and "UTF-16" in result.stderr and book.path.read_bytes() == before
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(source=st.sampled_from((SUMMARY, DETAILED)), data=st.data(), value=VALUES)
+def test_no_value_makes_the_import_fail_otherwise_than_by_saying_so(
+    source: Path, data: st.DataObject, value: Any
+) -> None:
+    result = json.loads(source.read_text().splitlines()[0])
+    name = data.draw(st.sampled_from(sorted(result)))
+    if isinstance(result[name], list) and data.draw(st.booleans()):
+        result[name][0] = value
+    else:
+        result[name] = value
+    with contextlib.suppress(ValueError):
+        parsed = sl.parse_json(json.dumps(result))
+        record = sl.from_vllm_bench(parsed, "x", {"slo_ttft_s": 1.0, "slo_tpot_s": 0.1})
+        json.dumps(record, allow_nan=False)
