@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from fake_server import CHUNKED, DONE, LAST_CHUNK, TO_CLOSE, delta, event, usage
 from fuzz_wire import BEGIN, Reference, fuzz, seen_by_program, seen_by_reference
 from hypothesis import HealthCheck, given, settings
@@ -71,6 +73,8 @@ RAW_TEMPLATES = [  # JSON that no dictionary writes: a key twice, in either orde
     b'data: {"choices":[{"delta":{"content":"@@@"},"finish_reason":null}],"error":0}',
     b'data: {"choices":[{"delta":{"content":"@@@"}}],"n":NaN}',
     b'data: {"choices":[{"delta":{"\\u0063ontent":"@@@"}}]}',
+    b'data: {"choices":[{"delta":{"content":"@@@","\\u0063ontent":"b"}}]}',
+    b'data: {"x":{"content":"@@@"},"choices":[{"delta":{"\\u0063ontent":"a"}}]}',
     b'data: {"choices":[{"message":{"content":"x"},"delta":{"content" : "@@@"}}]}',
     b'data: {"choices":[{"delta":{"content":"@@@","tool_calls":[{"function":{"name":"f"}}]}}]}',
     b'data: {"choices":[{"delta":{"content":"@@@"}}],"usage":{"completion_tokens":3}}',
@@ -177,7 +181,11 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes], set[int]]:
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(streams())
 def test_the_short_cut_is_exact(stream: tuple[bytes, list[bytes], set[int]]) -> None:
-    head, reads, looks = stream
+    compare(*stream)
+
+
+def compare(head: bytes, reads: list[bytes], looks: Iterable[int] = ()) -> None:
+    """Feed both readers the same reads, one second apart, and close."""
     seen, plain = load_test.Observation(), Reference(len(head), head is CHUNKED)
     seen.connecting_at = seen.written_at = BEGIN
     for number, read in enumerate([head, *reads], 1):
@@ -190,6 +198,48 @@ def test_the_short_cut_is_exact(stream: tuple[bytes, list[bytes], set[int]]) -> 
     seen.end_of_stream(closing_at)
     plain.close(closing_at)
     assert seen_by_program(seen) == seen_by_reference(plain)
+
+
+def plain_event(text: bytes, more: bytes = b"") -> bytes:
+    return b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]%b}\n\n' % (text, more)
+
+
+LEARNT = [plain_event(b"a"), plain_event(b"b")]
+COUNTED = [plain_event(b"a", b',"usage":{"completion_tokens":3}'), usage(1, 9)]
+WITH_TIMINGS = [plain_event(b"a", b',"timings":{"cache_n":1}'), event({"timings": {"cache_n": 5}})]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [*LEARNT, b"event: error\n", *LEARNT],  # an event that has begun takes the next line in
+        [*LEARNT, b"error: x\n", *LEARNT],
+        [*LEARNT, b"data: {\n", *LEARNT],
+        [*LEARNT, b"id: 1\n", *LEARNT],
+        [*LEARNT, b":", *LEARNT, b"\n", *LEARNT],
+        [*LEARNT, b"\n", plain_event(b""), *LEARNT],
+        [*LEARNT, b"\0", *LEARNT, *LEARNT],
+        [*LEARNT, plain_event(b"\xe4\xbd"), plain_event(b"\xa0"), *LEARNT],  # half a character each
+        [*LEARNT, plain_event(rb"\ud83d"), plain_event(rb"\ude00"), *LEARNT],
+        [*LEARNT, plain_event(b"\t"), *LEARNT],
+        [*LEARNT, plain_event(b'"'), *LEARNT],
+        [*LEARNT, plain_event(b"\\"), plain_event(b"n"), *LEARNT],
+        [*LEARNT, plain_event(b"a", b',"error":"late"'), *LEARNT],
+        [*COUNTED, COUNTED[0], COUNTED[0]],  # the last count is the smaller one again
+        [*WITH_TIMINGS, WITH_TIMINGS[0], WITH_TIMINGS[0]],
+        [*LEARNT, DONE, *LEARNT],
+        [*LEARNT, delta(finish="stop"), *LEARNT],
+    ],
+)
+def test_what_must_not_take_the_short_cut(events: list[bytes]) -> None:
+    events = [*events, DONE]
+    chunks = [b"%x\r\n%b\r\n" % (len(part), part) for part in events]
+    for head, parts in ((TO_CLOSE, events), (CHUNKED, [*chunks, LAST_CHUNK])):
+        compare(head, parts)
+        compare(head, [b"".join(parts)])
+        compare(head, [b"".join(parts[at : at + 2]) for at in range(0, len(parts), 2)])
+        compare(head, [parts[0], *(piece for part in parts[1:] for piece in (part[:9], part[9:]) if piece)])
+        compare(head, parts[:-2])
 
 
 def test_the_streams_above_do_take_the_short_cut(monkeypatch: Any) -> None:
@@ -217,7 +267,7 @@ def test_the_streams_above_do_take_the_short_cut(monkeypatch: Any) -> None:
                     seen.feed(read, BEGIN)
                 seen.end_of_stream(BEGIN)
                 deltas += seen.deltas
-    assert deltas == 960 and taken > 150
+    assert deltas == 1056 and taken > 150
 
 
 def test_a_run_of_one_thousand_events_is_read_as_one_thousand() -> None:
