@@ -99,6 +99,10 @@ class ServerFault(Exception):
     """The server cannot be measured at all. Exit 1."""
 
 
+class NeverReady(ServerFault):
+    """The server answers, and with something that waiting does not mend. Exit 1."""
+
+
 class ClientFault(Exception):
     """This machine ran out of descriptors or ports: no result of the server's. Exit 1."""
 
@@ -2375,9 +2379,11 @@ class Session:
                 reason = seen.failure.message
                 status = seen.http.head.status if seen.http.head else None
                 if seen.failure.error_class == "http" and status not in (429, 502, 503, 504):
-                    raise UsageError(
+                    raise NeverReady(
                         f"--wait-ready: {reason} from {options.target.base_url}: waiting will not mend that"
                     )
+            except NeverReady:
+                raise
             except ServerFault as error:
                 reason = str(error)
             except asyncio.TimeoutError:
