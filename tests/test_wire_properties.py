@@ -178,7 +178,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes], set[int]]:
     return (CHUNKED if chunked else TO_CLOSE), [part for part in parts if part], looks
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(streams())
 def test_the_short_cut_is_exact(stream: tuple[bytes, list[bytes], set[int]]) -> None:
     compare(*stream)
