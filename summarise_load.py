@@ -62,7 +62,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Callable, NamedTuple
@@ -1679,7 +1679,10 @@ RULES: tuple[Rule, ...] = (
 def check(book: Notebook, raw: RawFile | None = None) -> list[Finding]:
     """Every rule's finding, in a fixed order."""
     audit = Audit(book, build_curves(book), raw)
-    return [rule(audit) for rule in (*RULES, *([rule_raw] if raw else []))]
+    findings = [rule(audit) for rule in (*RULES, *([rule_raw] if raw else []))]
+    if book.records:
+        return findings
+    return [replace(item, message="no level to judge") if item.status == PASS else item for item in findings]
 
 
 def tally_of(findings: Sequence[Finding]) -> dict[str, int]:
