@@ -917,7 +917,8 @@ def test_the_log_follows_the_model(sim_engine: SimEngineFactory) -> None:
         assert order == sorted(order)
         assert record["arrived"] <= record["request_read"]
         if sys.platform.startswith("linux"):  # one clock for every process
-            assert before < record["arrived"] and record["finished"] < after
+            # `finished` is stamped after the last write, when the client may have its answer already
+            assert before < record["arrived"] and record["sends"][-1] < after
         assert record["in_flight_peak"] <= 4
     starts = sorted((record["admitted"], record["finished"]) for record in records)
     for start, _ in starts:

@@ -131,6 +131,8 @@ def test_the_simulated_run_needs_nothing_installed(checkout: Path, tmp_path: Pat
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda v: str(v)
 )
 def test_a_signal_stops_the_load_and_the_server(root: Path, tmp_path: Path, number: int, status: int) -> None:
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("the shell that runs the tests ignores this signal (nohup), and bash cannot trap such a one")
     with started(root, tmp_path) as process:
         assert process.stdout is not None
         shown = ""
