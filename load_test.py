@@ -331,6 +331,12 @@ def printable(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
+def terminal_safe(text: str) -> str:
+    """Text without control characters, for a terminal. What is far too long loses its middle."""
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return shown if len(shown) <= 2000 else f"{shown[:200]} ... {shown[-200:]}"
+
+
 class ResponseHead(NamedTuple):
     """Status and headers (names in lower case, repeated ones joined by a comma)."""
 
@@ -622,6 +628,7 @@ SHORT_ESCAPE = re.compile(rb'\\["\\/bfnrt]')
 NOT_LITERAL = bytes(range(0x20)) + b'"\\'
 GIVE_UP_AFTER = 8
 HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a stream, and how long each may be
+UNREAD_READS = 16  # the same for reads that do not look plain
 NO_TAIL = b"\0 no read ends like this"
 
 
@@ -831,17 +838,19 @@ class Observation:
             self.over, self.ended_at = True, at_s
 
     def feed(self, data: bytes, at_s: float) -> None:
-        """Bytes that arrived at `at_s`; ignored once the response is over.
+        """Bytes that arrived at `at_s`; ignored once the response is over."""
+        if not self.hold(data, at_s):
+            self.release()
+            self._feed_now(data, at_s)
 
-        A short read that ends like a plain delta is only stamped and put by: many together cost
-        a fraction of many one by one. Whatever ends otherwise (and so every end) is parsed at once.
-        """
+    def hold(self, data: bytes, at_s: float) -> bool:
+        """Put a short read by that ends like a plain delta, with its stamp: many together cost a
+        fraction of many one by one. What ends otherwise (and so every end) is for `feed`."""
         if data.endswith(self._tail) and len(data) < HOLD_BYTES and len(self._held) < HOLD_READS:
             self._held.append(data)
             self._held_at.append(at_s)
-            return
-        self.release()
-        self._feed_now(data, at_s)
+            return True
+        return False
 
     def release(self) -> None:
         """Parse the reads that were put by."""
@@ -1213,6 +1222,34 @@ class Secrets:
         return text
 
 
+class Backlog:
+    """Connections whose reads are stamped and not parsed yet: one has its turn in each round of
+    the event loop, so that all others that are readable by then are read, and stamped, first.
+
+    When many responses begin in one moment, as after a batch step, parsing each first event
+    before the next read would make the later ones look late.
+    """
+
+    def __init__(self) -> None:
+        self._links: collections.deque[_Link] = collections.deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, link: _Link) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what an earlier loop left behind is nobody's any more
+            self._loop = loop
+            self._links.clear()
+        self._links.append(link)
+        if len(self._links) == 1:
+            loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        link = self._links.popleft()
+        if self._links and self._loop is not None:
+            self._loop.call_soon(self._turn)
+        link.catch_up()
+
+
 @dataclasses.dataclass(frozen=True)
 class Route:
     """A target with the one address that answered, so that no look-up is inside a timing."""
@@ -1223,6 +1260,7 @@ class Route:
     timeout_s: float
     secrets: Secrets
     tls: ssl.SSLContext | None
+    backlog: Backlog = dataclasses.field(default_factory=Backlog, repr=False, compare=False)
 
     @property
     def connect_limit_s(self) -> float:
@@ -1256,6 +1294,9 @@ class PlainAnswer:
         self.connecting_at = self.written_at = 0.0
         self.body = bytearray()
 
+    def hold(self, data: bytes, at_s: float) -> bool:
+        return False
+
     def feed(self, data: bytes, at_s: float) -> None:
         try:
             self.body += self.http.feed(data)
@@ -1281,6 +1322,7 @@ class _Link:
         self._route = route
         self._payload = payload
         self._watcher = watcher
+        self._unread: list[tuple[bytes, float]] = []  # what has arrived, when, and waits to be parsed
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -1292,10 +1334,34 @@ class _Link:
         """Drop the connection, in whatever state it is."""
         raise NotImplementedError
 
+    def _arrived(self, data: bytes, at_s: float) -> None:
+        """Bytes read at `at_s`: put by where they look plain, else parsed when it is their turn."""
+        if not self._unread and self._watcher.hold(data, at_s):
+            return
+        self._unread.append((data, at_s))
+        if len(data) >= HOLD_BYTES or len(self._unread) >= UNREAD_READS:
+            self.catch_up()
+        elif len(self._unread) == 1:
+            self._route.backlog.add(self)
+
+    def catch_up(self) -> None:
+        """Parse what has arrived."""
+        unread, self._unread = self._unread, []
+        for data, at_s in unread:
+            self._watcher.feed(data, at_s)
+        if self._watcher.over:
+            self._satisfied()
+
+    def _satisfied(self) -> None:
+        """The watcher has seen the end."""
+        self.finish()
+
     def _closed(self, error: BaseException | None) -> None:
         """The other side has closed, in order or not."""
+        closed_at = time.perf_counter()
+        self.catch_up()
         reset = None if error is None else f"connection lost ({connect_error_text(error, 0)})"
-        self._watcher.end_of_stream(time.perf_counter(), reset)
+        self._watcher.end_of_stream(closed_at, reset)
         self.finish()
 
     def finish(self) -> None:
@@ -1332,8 +1398,9 @@ class _SocketLink(_Link):
 
     def close(self) -> None:
         if self._socket is not None:
-            self._loop.remove_reader(self._socket)
+            self._stop_reading()
             self._socket.close()
+            self._socket = None
 
     def _readable(self) -> None:
         try:
@@ -1345,19 +1412,19 @@ class _SocketLink(_Link):
             self._closed(error)
             return
         at_s = time.perf_counter()
-        watcher = self._watcher
         if data:
-            watcher.feed(data, at_s)
-            if watcher.over:
-                self._stop_reading()
-                self.finish()
+            self._arrived(data, at_s)
         else:
             self._stop_reading()
             self._closed(None)
 
+    def _satisfied(self) -> None:
+        self._stop_reading()
+        self.finish()
+
     def _stop_reading(self) -> None:
-        assert self._socket is not None
-        self._loop.remove_reader(self._socket)
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
 
 
 class _TransportLink(_Link, asyncio.Protocol):
@@ -1381,10 +1448,7 @@ class _TransportLink(_Link, asyncio.Protocol):
         transport.write(self._payload)
 
     def data_received(self, data: bytes) -> None:
-        at_s = time.perf_counter()
-        self._watcher.feed(data, at_s)
-        if self._watcher.over:
-            self.finish()
+        self._arrived(data, time.perf_counter())
 
     def eof_received(self) -> None:
         self._closed(None)
@@ -1434,6 +1498,7 @@ async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
 
     def look() -> None:
         nonlocal timer
+        link.catch_up()
         now = time.perf_counter()
         wait_s = seen.deadline_at(route.timeout_s) - now if seen.written_at else route.timeout_s
         if link.ended.done():
@@ -1548,7 +1613,10 @@ class Printer:
             item = self._lines.get()
             if isinstance(item, str):
                 with contextlib.suppress(OSError, ValueError):
-                    self._stream.write(item)
+                    try:
+                        self._stream.write(item)
+                    except UnicodeEncodeError:  # a terminal that knows fewer characters
+                        self._stream.write(item.encode("ascii", "backslashreplace").decode())
                     self._stream.flush()
             else:
                 item.set()
@@ -2288,10 +2356,10 @@ class Session:
 
     def say(self, text: str) -> None:
         if not self.options.quiet:
-            self.out.put(text + "\n")
+            self.out.put(terminal_safe(text) + "\n")
 
     def warn(self, text: str) -> None:
-        self.err.put(f"load_test.py: {text}\n")
+        self.err.put(f"load_test.py: {terminal_safe(text)}\n")
 
     def fault(self, text: str) -> None:
         self.warn(text)
@@ -2355,7 +2423,8 @@ class Session:
                 f"--model was not given and the server's list of models cannot be read: {error}"
             ) from None
         entries = doc.get("data") if isinstance(doc, dict) else None
-        names = [entry["id"] for entry in entries or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        listing = entries if isinstance(entries, list) else []
+        names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if len(names) != 1:
             listed = ", ".join(names) if names else "none"
             raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
@@ -2792,7 +2861,7 @@ def _number(kind: Callable[[str], Any], what: str, least: float, above: bool = F
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < least or (above and value == least):
+        if not -1e300 < value < 1e300 or value < least or (above and value == least):
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
         return value
 
@@ -2849,6 +2918,7 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 
     try:
         body = json.loads(text, parse_constant=refuse)
+        json.dumps(body, allow_nan=False)  # 1e999 is no number either
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
@@ -3010,12 +3080,19 @@ def read_prompts(path: str | None) -> tuple[Messages, ...] | None:
         raise UsageError(f"--prompts {path}: cannot be read ({reason})") from None
 
 
+def same_file(first: str, second: str) -> bool:
+    try:
+        return os.path.realpath(first) == os.path.realpath(second)
+    except ValueError:  # a zero byte in a name: whoever opens it says so
+        return False
+
+
 def parse_options(argv: Sequence[str] | None) -> Options:
     """The checked options. Raises UsageError; SystemExit(0) after --help and --version."""
     args = build_parser().parse_args(argv)
     if args.prompts is not None and args.prompt_set is not None:
         raise UsageError("--prompts and --prompt-set exclude each other; keep one")
-    if args.raw is not None and os.path.realpath(args.raw) == os.path.realpath(args.labbook):
+    if args.raw is not None and same_file(args.raw, args.labbook):
         raise UsageError(f"--raw {args.raw}: is the notebook itself; name another file")
     target = parse_base_url(args.base_url)
     headers, hidden = all_headers(target, args)
@@ -3108,6 +3185,19 @@ async def run_session(options: Options) -> int:
     return await session.run()
 
 
+def settle_output() -> None:
+    """Flush what is left. Where the reader of a pipe has gone, the interpreter's own flush at
+    exit would complain about it: give it another place to write to."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -3123,12 +3213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_descriptors(max(options.concurrency))
         return asyncio.run(run_session(options))
     except UsageError as error:
-        print(f"load_test.py: {error}", file=sys.stderr)
+        print(f"load_test.py: {terminal_safe(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_FAULT
+    finally:
+        settle_output()
 
 
 if __name__ == "__main__":
