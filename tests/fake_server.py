@@ -388,7 +388,8 @@ class Running:
         self.folder = folder
         settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         settings.update(options)
-        env = {**os.environ, "PYTHONIOENCODING": "utf-8", **settings.pop("env", {})}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # it hides faults
+        env = {**kept, "PYTHONIOENCODING": "utf-8", **settings.pop("env", {})}
         command = [*prefix, sys.executable, str(ROOT / "load_test.py"), *argv]
         self.process = subprocess.Popen(command, env=env, cwd=folder, encoding="utf-8", **settings)
 

@@ -30,7 +30,6 @@ from fake_server import (
     compact,
     delta,
     event,
-    read_records,
     usage,
     whole_stream,
 )
@@ -419,18 +418,23 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pl
     server's own request of each case."""
     done: dict[str, tuple[Played, Result]] = {}
 
+    def run(cut: str, cases: list[Case], timeout_s: float) -> tuple[Played, Result]:
+        folder = tmp_path_factory.mktemp("wire")
+        prompts = folder / "prompts.txt"
+        prompts.write_text("\n".join(case["id"] for case in cases), "utf-8")
+        with FakeServer(lambda request: steps_of(BY_ID[request.prompt], cut)) as server:
+            size = ["--concurrency", len(cases), "--requests", len(cases), "--timeout", timeout_s]
+            with Running(folder, arguments(folder, server.base_url, "--prompts", prompts, *size)) as running:
+                result = running.finish()
+            requests = {request.prompt: request for request in server.requests}
+        names = [case["id"] for case in cases]
+        return {names[raw["index"]]: (raw, requests[names[raw["index"]]]) for raw in result.requests}, result
+
     def play(cut: str) -> tuple[Played, Result]:
         if cut not in done:
-            folder = tmp_path_factory.mktemp("wire")
-            prompts = folder / "prompts.txt"
-            prompts.write_text("\n".join(case["id"] for case in CASES), "utf-8")
-            with FakeServer(lambda request: steps_of(BY_ID[request.prompt], cut)) as server:
-                load = ["--prompts", prompts, "--concurrency", len(CASES), "--requests", len(CASES), "--timeout", "2.5"]
-                with Running(folder, arguments(folder, server.base_url, *load)) as running:
-                    result = running.finish()
-                requests = {request.prompt: request for request in server.requests}
-            raw = read_records(folder / "raw.jsonl")
-            done[cut] = {CASES[r["index"]]["id"]: (r, requests[CASES[r["index"]]["id"]]) for r in raw}, result
+            stalled, _ = run(cut, [BY_ID["32"]], 0.5)  # alone, so that its limit is no limit for the others
+            others, result = run(cut, [case for case in CASES if case["id"] != "32"], 30)
+            done[cut] = {**others, **stalled}, result
         return done[cut]
 
     return play
@@ -443,7 +447,7 @@ def test_the_program_survives_all_of_them_together(cut: str, played: Callable[[s
     assert len(records) == len(CASES) and len(result.levels) == 1
     level = result.levels[0]
     assert level["completed"] == sum(case["want"]["ok"] for case in CASES)
-    assert level["completed"] + level["failed"] == len(CASES) == level["requests"]
+    assert level["completed"] + level["failed"] == len(CASES) - 1 == level["requests"]
     assert sum(level["errors"].values()) == level["failed"]
 
 
