@@ -1124,7 +1124,7 @@ class Observation:
             prompt_tokens=count_of((self.usage or {}).get("prompt_tokens")),
             cached_tokens=self.cached_tokens,
             finish=self.finish,
-            coalesced=tokens >= COALESCED_MIN_TOKENS and len(self.moments) < COALESCED_MOMENTS,
+            coalesced=tokens >= COALESCED_MIN_TOKENS and len(set(self.moments)) < COALESCED_MOMENTS,
             timings=self.timings,
         )
 
@@ -2002,7 +2002,8 @@ def split_by_timings(good: Sequence[RequestRecord]) -> dict[str, Any] | None:
         timings = request.timings or {}
         prefill_ms, decode_ms, decoded = (timings.get(key) for key in ("prompt_ms", "predicted_ms", "predicted_n"))
         numbers = [value for value in (prefill_ms, decode_ms, decoded) if isinstance(value, (int, float))]
-        if len(numbers) < 3 or not all(map(math.isfinite, numbers)) or request.ttft_s is None or not numbers[2]:
+        usable = len(numbers) == 3 and all(-MAX_COUNT < number < MAX_COUNT for number in numbers)
+        if not usable or request.ttft_s is None or not numbers[2]:
             continue
         prefill_s = numbers[0] / 1000
         rest_s = numbers[1] / numbers[2] / 1000
@@ -2341,6 +2342,7 @@ class Session:
         self.options = options
         human = sys.stderr if options.json else sys.stdout
         self.out = Printer(human if human is not None else open(os.devnull, "w"))  # noqa: SIM115 - lives as long as we do
+        self.records = self.out if human is sys.stdout else Printer(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
         self.err = Printer(sys.stderr if sys.stderr is not None else open(os.devnull, "w"))  # noqa: SIM115
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tag = random_tags(options.seed)
@@ -2360,6 +2362,11 @@ class Session:
 
     def warn(self, text: str) -> None:
         self.err.put(f"load_test.py: {terminal_safe(text)}\n")
+
+    def save(self, line: str) -> None:
+        """A record on stdout, there when this returns."""
+        self.records.put(line + "\n")
+        self.records.drain()
 
     def fault(self, text: str) -> None:
         self.warn(text)
@@ -2691,10 +2698,9 @@ class Session:
         except OSError as error:
             self.fault(f"--labbook {options.labbook}: {error.strerror}; the line stands on stdout instead")
             if not options.json:
-                print(line, flush=True)
+                self.save(line)
         if options.json:
-            with contextlib.suppress(OSError):
-                print(line, flush=True)
+            self.save(line)
         if options.raw is None:
             return
         shared = {"label": options.label, "run_id": self.run_id, "repeat": record["repeat"]}
@@ -2780,7 +2786,7 @@ class Session:
             append_lines(options.labbook, [line])
         except OSError as error:
             self.fault(f"--labbook {options.labbook}: {error.strerror}; the recovery line stands on stdout instead")
-            print(line, flush=True)
+            self.save(line)
         state = {True: "idle", False: "still busy", None: "silent about its load"}[idle]
         self.say(
             f"recovery: server {state}, fresh request {'answered' if answered else 'failed'}, after {after_s:.1f} s"
