@@ -2220,12 +2220,15 @@ def strict_json(value: Json) -> str:
     return json.dumps(clean(value), sort_keys=True, allow_nan=False)
 
 
+APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+
+
 def check_appendable(path: str, option: str) -> None:
     """Open a file for appending and close it again. Raises UsageError with the reason."""
     try:
         if os.path.exists(path) and not (os.path.isfile(path) or stat.S_ISCHR(os.stat(path).st_mode)):
             raise UsageError(f"{option} {path}: is not a file; name a file to append to")
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666))
+        os.close(os.open(path, APPENDING, 0o666))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{option} {path}: cannot be written ({reason}); nothing was sent") from None
@@ -2238,13 +2241,15 @@ def append_lines(path: str, lines: Sequence[str]) -> None:
     line is not glued to it. Raises OSError, also where only a part could be written.
     """
     data = "".join(line + "\n" for line in lines).encode("utf-8")
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = os.open(path, APPENDING, 0o666)
     try:
         if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data
+        if size:
+            os.lseek(descriptor, size - 1, os.SEEK_SET)
+            data = data if os.read(descriptor, 1) == b"\n" else b"\n" + data
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, "only a part could be written")
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
