@@ -1164,14 +1164,15 @@ def parse_base_url(given: str) -> Target:
 
     Raises UsageError naming the value (credentials left out).
     """
-    shown = re.sub(r"//[^/@]*@", "//***@", given)
+    shown = re.sub(r"^(\w+://)?.*@", r"\1***@", given, flags=re.DOTALL)
     if not given.isascii() or not given.isprintable() or " " in given:
         raise UsageError(f"--base-url {shown!r}: holds a space or an unprintable character")
     try:
         parts = urllib.parse.urlsplit(given)
         port = parts.port
     except ValueError as error:
-        raise UsageError(f"--base-url {shown}: {error}") from None
+        reason = "the port or the brackets are wrong" if "@" in given else error
+        raise UsageError(f"--base-url {shown}: {reason}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
             f"--base-url {shown}: needs http:// or https:// and a host, for example http://127.0.0.1:8080/v1"
@@ -1180,6 +1181,8 @@ def parse_base_url(given: str) -> Target:
         raise UsageError(f"--base-url {shown}: port 0 cannot be connected to")
     if parts.query or parts.fragment:
         raise UsageError(f"--base-url {shown}: a query or fragment has no place here; use --header or --extra-body")
+    if "@" in parts.path:
+        raise UsageError(f"--base-url {shown}: write / and @ within a password, and @ within a path, as %2F and %40")
     path = parts.path.rstrip("/")
     for ending in ("/chat/completions", "/v1"):
         if path.endswith(ending):
@@ -1214,11 +1217,20 @@ class Secrets:
     """Blanks out credentials wherever a server's own words may repeat them."""
 
     def __init__(self, values: Iterable[str]) -> None:
-        self._values = sorted({value for value in values if len(value) >= 4}, key=len, reverse=True)
+        plain = {form for value in values if value for form in (value, value.lower())}
+        escaped = {json.dumps(value)[1:-1] for value in plain} | {value.replace("/", "\\/") for value in plain}
+        quoted = {repr(value)[1:-1] for value in plain | escaped}
+        self._values = sorted(plain | escaped | quoted, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
         for value in self._values:
+            if len(value) < 4:  # only as a word of its own, or nothing could be read any more
+                text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", "***", text)
+                continue
             text = text.replace(value, "***")
+            for length in range(len(value) - 1, 3, -1):  # cut off where a message or a quotation ends
+                for end in ("...", "'...", '"...'):
+                    text = text.replace(value[:length] + end, "***" + end)
         return text
 
 
@@ -1524,7 +1536,10 @@ async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
             timer.cancel()
         link.close()
     if seen.failure is not None:
-        seen.failure = Failure(seen.failure.error_class, route.secrets.hide(seen.failure.message))
+        message = route.secrets.hide(seen.failure.message)
+        if seen.http.head is not None and seen.http.head.status == 404:
+            message = f"{message} (asked for {route.target.chat_path})"
+        seen.failure = Failure(seen.failure.error_class, message)
 
 
 class ControlError(Exception):
@@ -1563,7 +1578,7 @@ async def fetch_json(route: Route, path: str) -> Json:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ControlError(f"{path} did not answer JSON: {quote(body)}") from None
+        raise ControlError(f"{path} did not answer JSON: {route.secrets.hide(quote(body))}") from None
 
 
 async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout_s: float, hidden: Secrets) -> Route:
@@ -1580,7 +1595,7 @@ async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout
             connecting = asyncio.open_connection(str(address[0]), target.port)
             _, writer = await asyncio.wait_for(connecting, min(CONTROL_LIMIT_S, timeout_s))
         except (OSError, asyncio.TimeoutError) as error:
-            tried.append(f"{address[0]}: {connect_error_text(error, CONTROL_LIMIT_S)}")
+            tried.append(f"{address[0]}: {connect_error_text(error, min(CONTROL_LIMIT_S, timeout_s))}")
             continue
         writer.transport.abort()
         return Route(target, address, tuple(headers), timeout_s, hidden, tls)
@@ -2438,7 +2453,7 @@ class Session:
         listing = entries if isinstance(entries, list) else []
         names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if len(names) != 1:
-            listed = ", ".join(names) if names else "none"
+            listed = self.options.secrets.hide(", ".join(names)) if names else "none"
             raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
         return str(names[0])
 
@@ -3067,9 +3082,10 @@ def all_headers(target: Target, args: argparse.Namespace) -> tuple[tuple[tuple[s
     wins over credentials in the URL, and those over the key."""
     headers: list[tuple[str, str]] = list(args.header)
     key = read_key(args.api_key_env)
-    hidden = [value for _, value in headers] + [value.partition(" ")[2] for _, value in headers]
+    hidden = [part for _, value in headers for part in (value, value.partition(" ")[2]) if len(part) >= 4]
     url = urllib.parse.urlsplit(args.base_url)
     hidden += [key or "", url.password or "", urllib.parse.unquote(url.password or "")]
+    hidden += [name for name in (url.username or "", urllib.parse.unquote(url.username or "")) if len(name) >= 4]
     if target.credentials:
         hidden += [target.credentials, target.credentials.partition(" ")[2]]
     if not any(name.lower() == "authorization" for name, _ in headers):
