@@ -187,15 +187,19 @@ class FakeServer:
 
     def close(self) -> None:
         self._closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self.stop_listening()
         with self._lock:
             for connection in self._sockets:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)
+
+    def stop_listening(self) -> None:
+        """From here on connections are refused; those that are open go on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     @property
     def chats(self) -> list[Request]:
