@@ -1386,6 +1386,7 @@ class _SocketLink(_Link):
     """A plain socket on the event loop's selector: a read costs half of what a transport's does."""
 
     _socket: socket.socket | None = None
+    _sending: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         family = socket.AF_INET6 if len(self._route.address) == 4 else socket.AF_INET
@@ -1400,15 +1401,17 @@ class _SocketLink(_Link):
         except BlockingIOError:
             sent = 0
         self._loop.add_reader(sock, self._readable)
-        if sent < len(self._payload):
-            await self._send_rest(sock, memoryview(self._payload)[sent:])
+        if sent < len(self._payload):  # connected it is: whoever reads slowly falls under the limit on tokens
+            self._sending = asyncio.ensure_future(self._send_rest(sock, memoryview(self._payload)[sent:]))
 
     async def _send_rest(self, sock: socket.socket, rest: memoryview) -> None:
         """What did not fit into the send buffer; a server may answer, and close, before it has read all."""
-        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        with contextlib.suppress(OSError):
             await self._loop.sock_sendall(sock, rest)
 
     def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
         if self._socket is not None:
             self._stop_reading()
             self._socket.close()
