@@ -1410,12 +1410,15 @@ class _SocketLink(_Link):
             await self._loop.sock_sendall(sock, rest)
 
     def close(self) -> None:
-        if self._sending is not None:
+        if self._socket is None:
+            return
+        self._stop_reading()
+        sock, self._socket = self._socket, None
+        if self._sending is None or self._sending.done():
+            sock.close()
+        else:  # not before the event loop has let go of its number
+            self._sending.add_done_callback(lambda _: sock.close())
             self._sending.cancel()
-        if self._socket is not None:
-            self._stop_reading()
-            self._socket.close()
-            self._socket = None
 
     def _readable(self) -> None:
         try:
