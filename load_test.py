@@ -78,6 +78,7 @@ READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew e
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 COALESCED_MIN_TOKENS = 8
 COALESCED_MOMENTS = 3
+START_TOGETHER = 8  # workers that start before the event loop looks at the connections again
 SENTINEL_S = 0.05  # how often the client looks at its own lateness
 PROGRESS_S = 0.5
 LAG_TIMER_S = 0.001  # an event loop's timers are a millisecond coarse: less lateness than that says nothing
@@ -1335,6 +1336,7 @@ class _Link:
         self._payload = payload
         self._watcher = watcher
         self._unread: list[tuple[bytes, float]] = []  # what has arrived, when, and waits to be parsed
+        self._closing: tuple[float, str | None] | None = None  # when the other side closed, and how if not in order
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -1361,6 +1363,9 @@ class _Link:
         unread, self._unread = self._unread, []
         for data, at_s in unread:
             self._watcher.feed(data, at_s)
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            self._watcher.end_of_stream(*closing)
         if self._watcher.over:
             self._satisfied()
 
@@ -1370,11 +1375,9 @@ class _Link:
 
     def _closed(self, error: BaseException | None) -> None:
         """The other side has closed, in order or not."""
-        closed_at = time.perf_counter()
-        self.catch_up()
         reset = None if error is None else f"connection lost ({connect_error_text(error, 0)})"
-        self._watcher.end_of_stream(closed_at, reset)
-        self.finish()
+        self._closing = time.perf_counter(), reset
+        self._route.backlog.add(self)
 
     def finish(self) -> None:
         """Wake whoever waits for the end."""
@@ -1734,8 +1737,16 @@ async def run_level(
     sentinel = Sentinel()
     cpu_at = time.process_time()
     run.started_at = time.perf_counter()
-    workers = [asyncio.ensure_future(worker(number)) for number in range(min(concurrency, len(payloads)))]
-    everyone = asyncio.gather(*workers)
+    workers: list[asyncio.Future[None]] = []
+
+    async def start_and_wait() -> None:
+        for number in range(min(concurrency, len(payloads))):
+            workers.append(asyncio.ensure_future(worker(number)))
+            if number % START_TOGETHER == START_TOGETHER - 1:
+                await asyncio.sleep(0)  # a thousand connections in a row would make the first answers look late
+        await asyncio.gather(*workers)
+
+    everyone = asyncio.ensure_future(start_and_wait())
     try:
         either: list[asyncio.Future[Any]] = [everyone, stop]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -1744,7 +1755,7 @@ async def run_level(
         sentinel.stop()
         run.lags_s = sentinel.lags_s
         run.interrupted = not everyone.done()
-        for task in workers:
+        for task in (everyone, *workers):
             task.cancel()
         results = await asyncio.gather(*workers, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError, Exception):
