@@ -147,12 +147,17 @@ class FakeServer:
     """
 
     def __init__(
-        self, answer: Answer | Iterable[Step], host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+        self,
+        answer: Answer | Iterable[Step],
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+        reads_bodies: bool = True,
     ) -> None:
         steps = answer if callable(answer) else None
         fixed = [] if callable(answer) else list(answer)
         self._answer: Answer = steps or (lambda _request: fixed)
         self._tls = tls
+        self._reads_bodies = reads_bodies
         self.requests: list[Request] = []
         self.arrived = threading.Semaphore(0)
         self.connections = 0
@@ -246,7 +251,7 @@ class FakeServer:
                 return None
         head, _, body = data.partition(b"\r\n\r\n")
         request = Request(0, head, b"", time.perf_counter())
-        length = int(request.headers.get("content-length", 0))
+        length = int(request.headers.get("content-length", 0)) if self._reads_bodies else 0
         while len(body) < length:
             body += (more := stream.recv(65536))
             if not more:
@@ -286,7 +291,10 @@ class FakeServer:
     def _hold(self, stream: socket.socket) -> None:
         """Wait for the client's end of the connection to close, or for ours."""
         with contextlib.suppress(OSError):
-            stream.recv(1)
+            if self._reads_bodies:
+                stream.recv(1)
+            else:
+                self._closing.wait(30)
         if not self._closing.is_set():
             self.hung_up.release()
 
