@@ -1845,8 +1845,10 @@ class ServerWatch:
         missing: list[str] = []
         for path in ("/slots", "/metrics"):
             try:
-                status, _ = await fetch(self._route, self._prefix + path)
+                status, body = await fetch(self._route, self._prefix + path)
                 problem = None if status == 200 else f"http {status}"
+                if path == "/slots" and status == 200 and not body.lstrip().startswith(b"["):
+                    problem = "no list of slots"
             except ControlError as error:
                 problem = str(error)
             if problem is not None:
@@ -2659,7 +2661,7 @@ class Session:
         finally:
             for task in background:
                 await end_task(task)
-        after = await sampling.look() if sampling else Snapshot()
+        after = await sampling.look() if sampling and not run.interrupted else Snapshot()
         if not run.finished:
             return None
         requests = [
@@ -3214,7 +3216,8 @@ def install_signals(session: Session) -> None:
         presses += 1
         if presses > 1:
             os._exit(EXIT_INTERRUPTED)
-        loop.call_soon_threadsafe(stop)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: we are leaving as it is
+            loop.call_soon_threadsafe(stop)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not the main thread: whoever embeds us has the signals
