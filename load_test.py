@@ -1178,6 +1178,8 @@ def parse_base_url(given: str) -> Target:
         raise UsageError(
             f"--base-url {shown}: needs http:// or https:// and a host, for example http://127.0.0.1:8080/v1"
         )
+    if "[" in parts.netloc and ":" not in parts.hostname:
+        raise UsageError(f"--base-url {shown}: brackets are for an IPv6 address")
     if port == 0:
         raise UsageError(f"--base-url {shown}: port 0 cannot be connected to")
     if parts.query or parts.fragment:
