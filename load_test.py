@@ -1391,6 +1391,7 @@ class _SocketLink(_Link):
     """A plain socket on the event loop's selector: a read costs half of what a transport's does."""
 
     _socket: socket.socket | None = None
+    _reading: int | None = None  # its number: given a socket, the selector spells it out for errors nobody sees
     _sending: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -1405,7 +1406,8 @@ class _SocketLink(_Link):
             sent = sock.send(self._payload)
         except BlockingIOError:
             sent = 0
-        self._loop.add_reader(sock, self._readable)
+        self._reading = sock.fileno()
+        self._loop.add_reader(self._reading, self._readable)
         if sent < len(self._payload):  # connected it is: whoever reads slowly falls under the limit on tokens
             self._sending = asyncio.ensure_future(self._send_rest(sock, memoryview(self._payload)[sent:]))
 
@@ -1446,8 +1448,9 @@ class _SocketLink(_Link):
         self.finish()
 
     def _stop_reading(self) -> None:
-        if self._socket is not None:
-            self._loop.remove_reader(self._socket)
+        if self._reading is not None:
+            self._loop.remove_reader(self._reading)
+            self._reading = None
 
 
 class _TransportLink(_Link, asyncio.Protocol):
