@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Union
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -379,7 +380,11 @@ def _signals_kept() -> Iterator[None]:
 def call_main(argv: Sequence[str], folder: Path) -> Result:
     """`load_test.main` in this process."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _signals_kept():
+    with contextlib.ExitStack() as around:
+        around.enter_context(contextlib.redirect_stdout(out))
+        around.enter_context(contextlib.redirect_stderr(err))
+        around.enter_context(_signals_kept())
+        around.enter_context(mock.patch("gc.collect"))  # of everything that a test run holds: half of the time
         try:
             code = load_test.main(argv)
         except SystemExit as leaving:

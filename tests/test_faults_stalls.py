@@ -27,6 +27,8 @@ from fake_server import (
     whole_stream,
 )
 
+import load_test
+
 LONG_S = 60  # a limit that no test waits for
 TAIL = delta(finish="stop")
 
@@ -104,11 +106,14 @@ def test_a_server_that_never_closes_is_not_waited_for(framing: str, tmp_path: Pa
         [CHUNKED + chunk(delta("a") + TAIL) + LAST_CHUNK[:-2]],
     ],
 )
-def test_a_finish_reason_and_then_silence_is_a_success(first: list[Step], tmp_path: Path) -> None:
+def test_a_finish_reason_and_then_silence_is_a_success_that_is_not_waited_for_long(
+    first: list[Step], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_test, "TAIL_GRACE_S", 0.15)
     with FakeServer([*first, HOLD]) as server:
-        result = load(server, tmp_path, "--timeout", "0.15")
+        result = load(server, tmp_path, "--timeout", LONG_S)
     (raw,) = result.requests
-    assert raw["ok"] and raw["finish"] == "stop" and raw["ended_s"] >= 0.149 > raw["last_token_s"]
+    assert raw["ok"] and raw["finish"] == "stop" and LONG_S > raw["ended_s"] >= 0.149 > raw["last_token_s"]
 
 
 @pytest.mark.parametrize(
