@@ -81,6 +81,7 @@ COALESCED_MOMENTS = 3
 START_TOGETHER = 8  # workers that start before the event loop looks at the connections again
 SENTINEL_S = 0.05  # how often the client looks at its own lateness
 PROGRESS_S = 0.5
+FIRST_LOOK_S = 0.05  # a look at the moment a level starts would find its server idle
 LAG_TIMER_S = 0.001  # an event loop's timers are a millisecond coarse: less lateness than that says nothing
 LAG_SHARE_OF_TPOT = 0.25
 BUSY_CPU_FRACTION = 0.8
@@ -1878,7 +1879,8 @@ class ServerWatch:
         return shot
 
     async def keep_looking(self, every_s: float) -> None:
-        """Append to `snapshots` until cancelled; never two looks at once."""
+        """Append to `snapshots` until cancelled; never two looks at once. The first comes once the load is there."""
+        await asyncio.sleep(min(every_s, FIRST_LOOK_S))
         while True:
             self.snapshots.append(await self.look())
             await asyncio.sleep(every_s)

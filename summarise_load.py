@@ -458,7 +458,7 @@ def file_lines(path: str) -> Iterator[tuple[int, bytes, bool]]:
                     raise UserError(f"{path} holds more than {MAX_FILE_BYTES >> 30} GiB: not a notebook")
                 yield number, line, cut
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; name another file with --labbook") from None
+        raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from None
 
 
 def wide_encoding(start: bytes) -> str | None:
@@ -1737,7 +1737,7 @@ def read_bandwidth(curve: Curve) -> list[Reading]:
 def read_compute(curve: Curve) -> list[Reading]:
     """The part of a step that grows with c has passed the part that does not."""
     fit = curve.fit
-    if fit is None or fit.b_ms <= 0 or (fit.interval_ms is not None and fit.interval_ms[0] <= 0):
+    if fit is None or fit.a_ms <= 0 or fit.b_ms <= 0 or (fit.interval_ms is not None and fit.interval_ms[0] <= 0):
         return []
     levels = [c for c in fit.levels if fit.b_ms * c > fit.a_ms]
     if not levels:
@@ -2222,6 +2222,8 @@ def fit_lines(curve: Curve) -> list[str]:
         details.append(f"95 % interval for b {fit.interval_ms[0]:.3f} to {fit.interval_ms[1]:.3f}")
     lines = [f"TPOT p50 ~ {fit.a_ms:.2f} ms + {fit.b_ms:.3f} ms x c  ({', '.join(details)})"]
     at = fit.c_at(curve.slo_tpot_s)
+    if fit.a_ms < 0:
+        lines.append("a is below 0: TPOT follows no line over these levels; repeat with load_test.py --repeat 3")
     if fit.ceiling is None:
         lines.append("ceiling: none implied, b is not above 0 over these levels")
     else:

@@ -94,7 +94,7 @@ prepare_llama() {
   if [ -z "${MODEL:-}" ]; then
     cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-load-lab"
     # The vocabulary is trained on the project's texts, so another version of them is another model.
-    sources="$(cd "$ROOT_DIR" && cat tests/engines/tiny_gguf.py README.md labbook.md load_test.py 2>/dev/null | cksum || true)"
+    sources="$(cd "$ROOT_DIR" && cat tests/engines/tiny_gguf.py README.md load_test.py 2>/dev/null | cksum || true)"
     MODEL="$cache/tiny-${sources%% *}.gguf"
     [ -f "$MODEL" ] || "$packages" "$ROOT_DIR/tests/engines/tiny_gguf.py" "$MODEL"
     QUANT=F32

@@ -141,6 +141,13 @@ case "$parts" in
 esac
 
 step "done"
+case "$parts" in
+*" prefix "*) ;;
+*)
+  say "next, with this server still running: bash $SCRIPTS_DIR/sweep.sh $engine prefix"
+  exit 0
+  ;;
+esac
 case "$engine" in
 llama) say "next: stop this server (Ctrl-C in its terminal), then: bash $SCRIPTS_DIR/variants.sh" ;;
 vllm) say "next: bash $SCRIPTS_DIR/crosscheck.sh while it runs; then stop it, and: bash $SCRIPTS_DIR/admission.sh" ;;

@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-TEXT_FILES = ("README.md", "labbook.md", "load_test.py")
+TEXT_FILES = ("README.md", "load_test.py")
 
 OWN_TEXT = """\
 A local inference service answers many people from one copy of the weights. Each step of its loop reads the

@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-TEXT_FILES = ("README.md", "labbook.md", "load_test.py")
+TEXT_FILES = ("README.md", "load_test.py")
 
 OWN_TEXT = """\
 You are the assistant of the team that runs a local inference service. Answer from what the tools report and say
