@@ -258,12 +258,14 @@ mlx_version() {
   "$python" -c 'from importlib.metadata import version; print(version("mlx-lm"))' 2>/dev/null || printf 'unknown\n'
 }
 
-# load_advice RECORDS - what the error class in the records points at.
+# load_advice RECORDS - what the error class in the records, or the server's own words there, point at. Every record
+# has a field context_length and a context_per_slot, so "context" alone says nothing.
 load_advice() {
   case "$1" in
-  *no_tokens*) printf '%s' "nothing but no_tokens: a wrong model name or chat template; compare with what the server lists at /v1/models" ;;
-  *context*) printf '%s' "a context error: the prefix sets need 4,096 tokens per sequence; read what the server says it gives each one" ;;
   *'"connect"'*) printf '%s' "the connection was refused: a wrong port, a server that has stopped, or one still loading" ;;
+  *'"no_tokens"'*) printf '%s' "nothing but no_tokens: a wrong model name or chat template; compare with what the server lists at /v1/models" ;;
+  *exceed_context* | *'context size'* | *'context length'*)
+    printf '%s' "a context error: the prefix sets need 4,096 tokens per sequence; read what the server says it gives each one" ;;
   *) printf '%s' "read the error above and the server's log" ;;
   esac
 }

@@ -265,6 +265,31 @@ def test_sweep_stops_when_a_load_fails(lab: Lab, listening: str) -> None:
     assert lab.calls("summarise_load.py") == []
 
 
+LLAMA_FULL = "exceed_context_size_error: request (1111 tokens) exceeds the available context size (512 tokens)"
+VLLM_FULL = "BadRequestError: This model's maximum context length is 512 tokens. However, you requested 64 output"
+
+
+@pytest.mark.parametrize(
+    ("errors", "first", "advice"),
+    [
+        ({"connect": 40}, "connect: [Errno 111] Connection refused", "a wrong port, a server that has stopped"),
+        ({"no_tokens": 40}, "no_tokens: the stream ended without a token", "a wrong model name or chat template"),
+        ({"http": 40}, f"http 400: {LLAMA_FULL}", "the prefix sets need 4,096 tokens per sequence"),
+        ({"http": 40}, f"http 400: {VLLM_FULL}", "the prefix sets need 4,096 tokens per sequence"),
+        ({"timeout": 40}, "timeout: no token for 300 s", "read the error above and the server's log"),
+    ],
+)
+def test_a_failed_load_gets_the_advice_of_its_error(
+    lab: Lab, listening: str, errors: dict[str, int], first: str, advice: str
+) -> None:
+    """Every record holds context_length, whatever went wrong."""
+    honest(lab, "llama", llama_baseline=[level(1, completed=0, failed=40, errors=errors, first_error=first)])
+    lab.environment["ANSWERS"] = lab.environment["ANSWERS"].replace("llama-baseline=>0", "llama-baseline=>1")
+    result = lab.run("sweep.sh", "llama", "baseline", PORT=listening)
+    assert result.returncode == 1 and "exit status 1" in result.stderr
+    assert advice in result.stderr.split("what to do: ")[1].splitlines()[0]
+
+
 def test_sweep_stops_when_the_endpoint_is_not_proven(lab: Lab, listening: str) -> None:
     honest(lab, "llama")
     lab.environment["ANSWERS"] = "--probe=>1,"
