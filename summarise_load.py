@@ -1575,9 +1575,9 @@ def contradictions(record: Record) -> list[str]:
 def copied_latencies(records: Sequence[Record]) -> list[str]:
     """Two runs of one label whose latency figures are equal to the last digit.
 
-    Two honest runs can agree where figures are coarse, so equality alone is not enough: the equal figures must carry
-    COPY_DIGITS digits beyond what a steady server repeats (its first three), or the runs' wall time, rate and
-    requests in flight must be equal as well, with COPY_LOAD_DIGITS digits between them.
+    Two honest runs of a steady server can agree where figures are coarse, so equality alone is not enough. Either the
+    figures show enough by themselves (see tells_a_copy), or wall time, rate and requests in flight must be equal as
+    well, with COPY_LOAD_DIGITS digits between them.
     """
     said = []
     seen: dict[tuple[str, int, tuple[tuple[str, float], ...]], Record] = {}
@@ -1589,10 +1589,9 @@ def copied_latencies(records: Sequence[Record]) -> list[str]:
         earlier = seen.setdefault(key, record)
         if not other_run(earlier, record):
             continue
-        digits = sum(max(0, value.digits - 3) for value in set(figures.values()))
         also = ("wall_s", "output_tokens_per_s", "mean_in_flight")
         same = sum(value.digits for path in also if (value := earlier.number(path)) and value == record.number(path))
-        if digits >= COPY_DIGITS or same >= COPY_LOAD_DIGITS:
+        if tells_a_copy(figures) or same >= COPY_LOAD_DIGITS:
             said.append(
                 f"{as_word(record.label)} c={record.concurrency}: lines {earlier.line} and {record.line} are "
                 f"different runs, but all {len(figures)} latency figures are equal to the last digit"
@@ -1600,13 +1599,41 @@ def copied_latencies(records: Sequence[Record]) -> list[str]:
     return said
 
 
-COPY_DIGITS = 10
-COPY_LOAD_DIGITS = 6
+COPY_DIGITS = 18
+COPY_ROOM = 64.0
+COPY_LOAD_DIGITS = 8
+COPY_HALF_S = 0.000501  # half a millisecond, and what a float adds to it
+
+
+def tells_a_copy(figures: Mapping[str, Printed]) -> bool:
+    """Whether latency figures are fine enough that two honest runs do not share them by chance.
+
+    Only different values count, and only those printed to a millisecond or finer: above that a queue repeats itself.
+    They must carry COPY_DIGITS digits together, and stand apart: where neighbours of one block differ by few units of
+    the last digit, noise had no room to show. The room is the product of (1 + difference in such units).
+
+    >>> block = {f"ttft_s.{key}": Printed(text) for key, text in zip("abcd", ("0.0326", "0.0327", "0.0341", "0.0349"))}
+    >>> tells_a_copy(block), tells_a_copy({**block, "tpot_s.p50": Printed("0.0215"), "tpot_s.p90": Printed("0.0219")})
+    (False, True)
+    """
+    seen: set[Printed] = set()
+    digits, room = 0, 1.0
+    for name in LATENCIES:
+        fine = {value for path, value in figures.items() if path.startswith(name) and value.half <= COPY_HALF_S}
+        values = sorted(fine - seen)
+        seen.update(values)
+        digits += sum(value.digits for value in values)
+        for value, following in zip(values, values[1:]):
+            room *= 1.0 + (following - value) / (2.0 * max(value.half, following.half))
+    return digits >= COPY_DIGITS and room >= COPY_ROOM
+
+
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 
 
 def latency_figures(record: Record) -> dict[str, Printed]:
     """The latency figures of a record that are not null."""
-    paths = (f"{name}.{key}" for name in ("ttft_s", "tpot_s", "e2e_s") for key in STATISTICS)
+    paths = (f"{name}.{key}" for name in LATENCIES for key in STATISTICS)
     return {path: value for path in paths if (value := record.number(path)) is not None}
 
 

@@ -10,7 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -270,6 +270,58 @@ def test_two_honest_runs_are_not_called_copies() -> None:
             data.update(run_id=f"run-{line}", recorded_at=f"2026-11-29T10:00:0{line}+01:00")
             pair.append(as_read(data, line))
         assert sl.copied_latencies(pair) == [], (turn, load)
+
+
+@pytest.mark.parametrize(
+    "rnd", [*map(decimals, (2, 3, 4)), significant(3)], ids=["10 ms", "1 ms", "0.1 ms", "3 digits"]
+)
+def test_two_honest_runs_at_a_low_resolution_are_not_called_copies(rnd: Rounding) -> None:
+    """The same server twice, wobbling by half a per cent: figures do coincide, and that alone is no copy."""
+    rng = random.Random(23)
+    equal = 0
+    for turn in range(400):
+        load = replace(any_load(rng), requests=rng.choice((5, 20, 40)), noise=rng.choice((0.005, 0.02)), failing=0.0)
+        write = rng.choice((level_record, version_1_record))
+        pair = []
+        for line in (1, 2):
+            data = write(load, simulate(load, rng), rnd, decimals(4))
+            data.update(run_id=f"run-{line}", recorded_at=f"2026-11-29T10:00:0{line}+01:00")
+            pair.append(as_read(data, line))
+        equal += sl.latency_figures(pair[0]) == sl.latency_figures(pair[1])
+        assert sl.copied_latencies(pair) == [], (turn, load)
+    assert equal, "none coincided, so the test shows nothing"
+
+
+VERSION_1_LINES = [
+    line.lstrip("->` ")
+    for line in (Path(__file__).parent / "data" / "notebooks" / "version_1.md").read_text("utf-8").splitlines()
+    if '"lab"' in line
+]
+
+
+def disguised(data: Json) -> Json:
+    """A copy that was touched up: another time and run, the wall time stretched, the rates worked out again."""
+    wall = round(data["wall_s"] * 1.02, 4)
+    return {
+        **data, "run_id": "another", "recorded_at": "2025-12-24T18:00:00+01:00", "wall_s": wall,
+        "output_tokens_per_s": round(data["output_tokens"] / wall, 3),
+        "requests_per_s": round(data["completed"] / wall, 3),
+        "goodput_requests_per_s": round(data["within_slo"] / wall, 3),
+        "mean_in_flight": round(data["mean_in_flight"] / 1.02, 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("line", VERSION_1_LINES, ids=lambda line: f"{json.loads(line)['label']}-{line[50:64]}")
+def test_a_disguised_copy_of_a_version_1_line_is_caught(line: str) -> None:
+    data = json.loads(line)
+    assert len(sl.copied_latencies([as_read(data, 1), as_read(disguised(data), 2)])) == 1
+
+
+@pytest.mark.parametrize("c", [1, 5, 10, 20])
+def test_a_disguised_copy_at_three_decimals_is_caught(c: int) -> None:
+    load = Load(c=c)
+    data = level_record(load, simulate(load, random.Random(c)), decimals(3), decimals(3))
+    assert len(sl.copied_latencies([as_read(data, 1), as_read(disguised(data), 2)])) == 1
 
 
 def honest_record(**changes: Any) -> Json:
