@@ -37,6 +37,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
 
 PROGRAM = "serving_arithmetic.py"
@@ -91,6 +92,7 @@ LLAMA_UBATCH = 512  # llama.cpp's default --ubatch-size: a sliding-window cache 
 LLAMA_FLOAT = 2.0**-23  # llama.cpp prints MiB through a 32-bit float: a relative error on top of the printed digits
 
 LAB = "part-09/lab-serve-twenty-concurrent-users"  # what marks a notebook line as one of this lab's
+KNOWN_SCHEMAS = (1, 2)  # 1: a line without `schema`
 LAB_SOURCE = "the lab's constants"
 LAB_SLOTS, LAB_CONTEXT = 20, 4096
 LAB_CONTEXTS = (100, 1500)
@@ -1755,10 +1757,24 @@ def as_float(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def schema(record: Mapping[str, Any]) -> int:
-    """A record's format version; lines without one are version 1."""
-    value = record.get("schema", 1)
-    return value if isinstance(value, int) else 1
+def schema(record: Mapping[str, Any]) -> float | None:
+    """A record's format version; lines without one are version 1. None where it is no number."""
+    return as_float(record.get("schema", 1))
+
+
+def instant(record: Mapping[str, Any]) -> float | None:
+    """`recorded_at` in seconds since 1970; None where it cannot be told.
+
+    >>> instant({"recorded_at": "1970-01-02T01:00:00+01:00"}), instant({"recorded_at": "1970-01-02T00:00:00Z"})
+    (86400.0, 86400.0)
+    """
+    value = record.get("recorded_at")
+    if not isinstance(value, str):
+        return None
+    try:
+        return datetime.fromisoformat(value[:-1] + "+00:00" if value.endswith("Z") else value).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def refuse_constant(text: str) -> NoReturn:
@@ -1766,7 +1782,8 @@ def refuse_constant(text: str) -> NoReturn:
 
 
 def notebook_record(raw: bytes) -> Mapping[str, Any] | None:
-    """The level record on a line, or None. Raises ValueError where a line of this lab is damaged."""
+    """The level record on a line, or None. Raises ValueError where a line of this lab is damaged or of a version
+    that is not known here."""
     text = raw.decode("utf-8", "replace")
     text = text[PREFIX.match(text).end() :].strip()  # type: ignore[union-attr]
     if not text.startswith("{"):
@@ -1779,6 +1796,9 @@ def notebook_record(raw: bytes) -> Mapping[str, Any] | None:
         return None
     if not isinstance(record, Mapping) or record.get("lab") != LAB or "ttft_s" not in record:
         return None
+    if schema(record) not in KNOWN_SCHEMAS:
+        version = json.dumps(record["schema"])[:20]
+        raise ValueError(f"format version {version} is not known here (1 and 2 are)")
     c = record.get("concurrency")
     return record if isinstance(c, int) and not isinstance(c, bool) and c > 0 else None
 
@@ -1822,21 +1842,34 @@ def label_levels(path: str, label: str | None) -> tuple[str, list[Level], list[s
 
 
 def newest_run(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Of one level's records those of the newest run: of version 2 lines the greatest run_id (it starts with the
-    time), all repeats, the later line of the same repeat; with version 1 lines among them, the run of the last line.
+    """Of one level's records those of the newest run, the later line of the same repeat.
+
+    Newest is by `recorded_at`, then by run id, then by place in the file. Version 1 lines have no run id: of them the
+    last one is a run. (summarise_load.py chooses in the same way.)
 
     >>> runs = [{"schema": 2, "run_id": run, "repeat": r} for run, r in (("2026b", 0), ("2026b", 1), ("2026a", 0))]
     >>> [(record["run_id"], record["repeat"]) for record in newest_run(runs)]
     [('2026b', 0), ('2026b', 1)]
     """
-    if any(schema(record) == 1 or record.get("run_id") is None for record in records):
-        last = records[-1]
-        if schema(last) == 1 or last.get("run_id") is None:
-            return (last,)
-        run = str(last["run_id"])
-    else:
-        run = max(str(record["run_id"]) for record in records)
-    repeats = {str(record.get("repeat", 0)): record for record in records if str(record.get("run_id")) == run}
+    runs: dict[str, list[int]] = {}  # places in `records`
+    nameless: list[list[int]] = []
+    old: list[list[int]] = []
+    for place, record in enumerate(records):
+        if schema(record) == 1:
+            old = [[place]]
+        elif record.get("run_id") is None:
+            nameless.append([place])
+        else:
+            runs.setdefault(str(record["run_id"]), []).append(place)
+    candidates = [*runs.values(), *nameless, *old]
+    named = not nameless and not old
+    dated = all(instant(records[place]) is not None for places in candidates for place in places)
+
+    def age(places: list[int]) -> tuple[float, str, int]:
+        newest = max(instant(records[place]) or 0.0 for place in places) if dated else 0.0
+        return newest, str(records[places[0]]["run_id"]) if named else "", places[-1]
+
+    repeats = {str(records[place].get("repeat", 0)): records[place] for place in max(candidates, key=age)}
     return tuple(repeats.values())
 
 

@@ -828,11 +828,11 @@ def counted_records(records: Sequence[Record]) -> tuple[tuple[Record, ...], list
     old = [run for run in runs.values() if run[0].schema == 1]
     candidates = [run for run in runs.values() if run[0].schema > 1] + old[-1:]
     dated = all(record.instant is not None for run in candidates for record in run)
+    named = all(run[0].schema > 1 and run[0].data.get("run_id") is not None for run in candidates)
 
     def age(run: list[Record]) -> tuple[float, str, int]:
         newest = max(record.instant or 0.0 for record in run) if dated else 0.0
-        both_named = all(candidate[0].schema > 1 for candidate in candidates)
-        return newest, run[0].run if both_named else "", run[-1].line
+        return newest, run[0].run if named else "", run[-1].line
 
     by_repeat: dict[int, Record] = {}
     remarks = []
