@@ -52,6 +52,7 @@ on standard output); 2 for bad arguments or a file that cannot be read; 130 afte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import io
@@ -59,6 +60,7 @@ import json
 import math
 import os
 import re
+import stat
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -2783,7 +2785,8 @@ def append_line(path: str, line: str) -> None:
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
         if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
         size = os.lseek(handle, 0, os.SEEK_END)
         data = line.encode() + b"\n"
         if size > 0:
@@ -2792,7 +2795,8 @@ def append_line(path: str, line: str) -> None:
                 data = b"\n" + data
         if os.write(handle, data) != len(data):
             raise OSError("the disk took only a part of the line")
-        os.fsync(handle)
+        if stat.S_ISREG(os.fstat(handle).st_mode):  # a terminal or a pipe has no disk to reach
+            os.fsync(handle)
     finally:
         os.close(handle)
 

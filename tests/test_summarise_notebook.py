@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import multiprocessing
 import os
@@ -373,6 +374,24 @@ def test_an_appended_line_is_flushed_to_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", flushed.append)
     sl.append_line(str(tmp_path / "book.md"), "{}")
     assert len(flushed) == 1
+
+
+def test_a_file_system_without_locks_still_gets_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sl.fcntl, "flock", refuse)
+    sl.append_line(str(tmp_path / "book.md"), '{"a": 1}')
+    assert (tmp_path / "book.md").read_text() == '{"a": 1}\n'
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="no /dev/null here")
+def test_what_is_no_file_is_not_flushed_to_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync on a terminal or a pipe is an error, though the line was taken."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    sl.append_line("/dev/null", "{}")
+    assert flushed == []
 
 
 def write_many(path: str, name: str) -> None:
