@@ -118,7 +118,7 @@ CPU_HIGH = 0.8  # of one core: the client's event loop is then rarely idle
 LAG_SHARE = 0.25  # client delay as a share of TPOT (or TTFT) that makes it part of the figure
 LAG_MIN_S = 0.002  # an event loop's timers are a millisecond coarse: less lateness says nothing
 CONNECT_SHARE = 0.2  # connect p90 as a share of TTFT p90
-CACHE_POINTS = 0.10  # cached share differing by more than this between neighbouring levels
+CACHE_POINTS = 0.10  # cached share differing by more than this between levels of one label
 SPLIT_SHARE = 0.5  # of the mean time to first token: the part that dominates it
 
 
@@ -2026,27 +2026,27 @@ def read_early_stops(curve: Curve) -> list[Reading]:
 
 
 def read_cache_luck(curve: Curve) -> list[Reading]:
-    """The cached share differs between neighbouring levels, so they did not do the same work."""
+    """The cached share differs between levels, so they did not do the same work."""
     known = [(level, share) for level in curve.usable if (share := level.cached_share) is not None]
-    uneven = [
-        (level, share, following, next_share)
-        for (level, share), (following, next_share) in zip(known, known[1:])
-        if abs(next_share - share) > CACHE_POINTS
-    ]
-    if not uneven:
+    shares = [share for _, share in known]
+    if not shares or max(shares) - min(shares) <= CACHE_POINTS:
         return []
-    shared = curve.settings["prompt_set"] == "shared-prefix"
+    jumps = tuple(
+        following.c for (_, share), (following, next_share) in zip(known, known[1:])
+        if abs(next_share - share) > CACHE_POINTS
+    )  # fmt: skip
     advice = (
         "a server that keeps a cache per slot fills it slot by slot: warm every slot, or use a pooled cache"
-        if shared
+        if curve.settings["prompt_set"] == "shared-prefix"
         else "use prompts that differ from the first token on (prompt set mixed)"
     )
-    shares = ", ".join(f"{share:.0%} at c={level.c}" for level, share in known)
-    changed = tuple(item[2].c for item in uneven)
-    evidence = f"cache luck: cached share {shares}: more than 10 points from its neighbour at c={c_list(changed)}"
-    return [
-        Reading("cache_luck", changed, evidence, advice, {"shares": {str(level.c): share for level, share in known}})
-    ]
+    told = ", ".join(f"{share:.0%} at c={level.c}" for level, share in known)
+    evidence = f"cache luck: cached share {told}: {100 * (max(shares) - min(shares)):.0f} points apart"
+    if jumps:
+        evidence += f", more than 10 from its neighbour at c={c_list(jumps)}"
+    values = {"shares": {str(level.c): share for level, share in known}, "points": 100 * (max(shares) - min(shares))}
+    changed = jumps or tuple(level.c for level, share in known if share in (min(shares), max(shares)))
+    return [Reading("cache_luck", changed, evidence, advice, values)]
 
 
 def read_certainty(curve: Curve) -> list[Reading]:
@@ -2787,7 +2787,7 @@ def append_line(path: str, line: str) -> None:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(handle, fcntl.LOCK_EX)
-        size = os.lseek(handle, 0, os.SEEK_END)
+        size = os.fstat(handle).st_size
         data = line.encode() + b"\n"
         if size > 0:
             os.lseek(handle, size - 1, os.SEEK_SET)

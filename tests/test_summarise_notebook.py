@@ -380,7 +380,7 @@ def test_a_file_system_without_locks_still_gets_the_line(tmp_path: Path, monkeyp
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(sl.fcntl, "flock", refuse)
+    monkeypatch.setattr("summarise_load.fcntl.flock", refuse)
     sl.append_line(str(tmp_path / "book.md"), '{"a": 1}')
     assert (tmp_path / "book.md").read_text() == '{"a": 1}\n'
 

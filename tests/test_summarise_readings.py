@@ -189,6 +189,22 @@ def test_connecting_is_named_where_it_is_a_sizeable_part_of_ttft() -> None:
     assert "connecting" not in codes(curve_of(exact(20, connect_s=slow, ttft_s={"p90": 2.0})))
 
 
+def cached(*shares: float) -> list[sl.Reading]:
+    levels = (
+        exact(c, prompt_tokens_mean=100.0, cached_tokens_mean=100 * share) for c, share in zip((1, 5, 10), shares)
+    )
+    return [item for item in sl.read_curve(curve_of(*levels)) if item.code == "cache_luck"]
+
+
+def test_cached_shares_that_drift_apart_are_cache_luck_too() -> None:
+    """No step from a level to the next is above ten points, the whole way is."""
+    (drift,) = cached(0.10, 0.18, 0.26)
+    assert "16 points apart" in drift.evidence and "neighbour" not in drift.evidence and drift.levels == (1, 10)
+    (jump,) = cached(0.10, 0.12, 0.26)
+    assert "16 points apart, more than 10 from its neighbour at c=10" in jump.evidence and jump.levels == (10,)
+    assert cached(0.10, 0.15, 0.12) == []
+
+
 def test_a_wait_without_a_cause_is_only_possible() -> None:
     """Slots unknown and nothing sampled: TTFT grows as a queue's would."""
     load = Load(c=20, slots=4)
