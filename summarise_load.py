@@ -920,17 +920,20 @@ class Span(NamedTuple):
 # their last bits: both widen a printed value's interval by less than this.
 HALF_SLACK = 1.01
 FLOAT_SLACK = 1e-9
+RAW_HALF = 0.5e-6  # a per-request line gives its times to a microsecond
 
 
-def span(value: float) -> Span:
+def span(value: float, half: float = math.inf) -> Span:
     """A printed figure as the interval of half its last printed digit to either side; a count is exact.
+
+    `half` bounds that reach where the writer's digits are known: JSON leaves out zeros at the end.
 
     >>> span(40), Span(11.9, 12.1).meets(span(Printed("12.3"))), Span(11.9, 12.26).meets(span(Printed("12.3")))
     (Span(low=40.0, high=40.0), False, True)
     """
     if not isinstance(value, Printed):
         return Span(float(value), float(value))
-    reach = value.half * HALF_SLACK + abs(value) * FLOAT_SLACK
+    reach = min(value.half, half) * HALF_SLACK + abs(value) * FLOAT_SLACK
     return Span(max(0.0, value - reach), value + reach)
 
 
@@ -991,7 +994,8 @@ def level_key(record: Record) -> LevelKey:
 
 def spans_of(requests: Iterable[Mapping[str, Any]], path: str) -> list[Span]:
     """The intervals of one figure over the requests that have it."""
-    return [span(value) for request in requests if (value := as_number(request.get(path))) is not None]
+    values = (as_number(request.get(path)) for request in requests)
+    return [span(value, RAW_HALF) for value in values if value is not None]
 
 
 def nearest_rank(spans: Sequence[Span], percent: int) -> Span:
@@ -1318,16 +1322,16 @@ def rule_client(audit: Audit) -> Finding:
 def client_evidence(level: Level) -> str | None:
     """Why the client, not the server, may have set a level's figures; None where nothing says so.
 
+    Its lag, its calibrated floor or its CPU is above a limit: those at which load_test.py warns. That requests in
+    flight are few is told beside them, and is no sign by itself, for a short level drains too.
+
     Version 1 lines say nothing of the client, so there a low count in flight is only possibly its doing.
     """
     in_flight = level.figure("mean_in_flight")
     low = in_flight is not None and level.usable and in_flight < LOW_IN_FLIGHT * level.c
     if low and all(record.schema == 1 for record in level.records):
         return f"possibly: in flight {in_flight:.1f} of {level.c} (or the level was short and drained)"
-    cpu = level.figure("client.cpu_fraction")
-    reasons = [reason for reason in (client_lag(level), client_floor(level)) if reason]
-    if low and cpu is not None and cpu > CPU_HIGH:
-        reasons.append(f"client CPU {cpu:.0%} of one core")
+    reasons = [reason for reason in (client_lag(level), client_floor(level), client_cpu(level)) if reason]
     if low and reasons:
         reasons.insert(0, f"in flight {in_flight:.1f} of {level.c}")
     return ", ".join(reasons) or None
@@ -1339,6 +1343,12 @@ def client_lag(level: Level) -> str | None:
     if lag is not None and tpot and lag > max(LAG_SHARE * tpot, LAG_MIN_S):
         return f"client loop lag p99 {1000 * lag:.1f} ms against a TPOT of {1000 * tpot:.1f} ms"
     return None
+
+
+def client_cpu(level: Level) -> str | None:
+    """The client's share of one core, where its event loop is rarely idle."""
+    cpu = level.figure("client.cpu_fraction")
+    return f"client CPU {cpu:.0%} of one core" if cpu is not None and cpu > CPU_HIGH else None
 
 
 def client_floor(level: Level) -> str | None:

@@ -65,6 +65,15 @@ def test_honest_levels_are_what_their_requests_give() -> None:
         assert differences(record, lines) == [], (turn, load)
 
 
+def test_zeros_that_json_leaves_out_hide_no_alteration() -> None:
+    record, lines = level_and_lines(Load(c=1, requests=1), 3)
+    lines[0]["tpot_s"] = 0.022
+    record["tpot_s"] = dict.fromkeys(record["tpot_s"], 0.022)
+    assert not [said for said in differences(record, lines) if said.startswith("tpot_s")]
+    record["tpot_s"]["p50"] = 0.02222
+    assert [said.partition(" ")[0] for said in differences(record, lines)] == ["tpot_s.p50"]
+
+
 def test_every_altered_figure_is_named() -> None:
     record, lines = level_and_lines(Load(tokens=(100, 128), failing=0.1), 5)
     not_measured = (

@@ -17,6 +17,7 @@ from test_summarise_figures import curve_of, exact
 from test_summarise_honest import Load, decimals, level_record, simulate, version_1_record
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import load_test
 import summarise_load as sl
 
 PLAIN = ("--a-ms", 10, "--b-ms", 0.05, "--slots", 8)
@@ -161,7 +162,7 @@ def test_a_busy_client_is_named() -> None:
     assert "client" not in codes(curve_of(exact(1), exact(20, client=idle)))
     lagging = curve_of(exact(1), exact(20, client={"cpu_fraction": 0.3, "loop_lag_s": {"p99": 0.03}}))
     assert "client" in codes(lagging)
-    assert "client" not in codes(curve_of(exact(20, client={"cpu_fraction": 0.95, "loop_lag_s": {"p99": 0.001}})))
+    assert "client" in codes(curve_of(exact(20, client={"cpu_fraction": 0.95, "loop_lag_s": {"p99": 0.001}})))
     starved = curve_of(exact(20, mean_in_flight=12.0, client={"cpu_fraction": 0.95, "loop_lag_s": {"p99": 0.001}}))
     assert {"client"} <= codes(starved) and "short_level" not in codes(starved)
     drained = curve_of(exact(20, mean_in_flight=12.0, client=idle))
@@ -173,6 +174,25 @@ def test_a_calibrated_floor_is_named(floor: dict[str, float]) -> None:
     assert "client" in codes(curve_of(exact(20, client=floor)))
     small = {name: value / 1000 for name, value in floor.items()}
     assert "client" not in codes(curve_of(exact(20, client=small)))
+
+
+@pytest.mark.parametrize("in_flight", [19.0, 12.0], ids=["full", "drained"])
+@pytest.mark.parametrize("cpu", [None, 0.79, 0.81])
+@pytest.mark.parametrize(("lag_s", "tpot_ms"), [(0.0019, 4), (0.0021, 4), (0.0049, 20), (0.0051, 20)])
+@pytest.mark.parametrize("floor_us", [None, 10.0, 300.0])
+def test_the_load_generator_and_the_analyser_call_the_same_levels_client_bound(
+    in_flight: float, cpu: float | None, lag_s: float, tpot_ms: float, floor_us: float | None
+) -> None:
+    client = {
+        "cpu_fraction": cpu, "loop_lag_s": {"p50": 0.0001, "p99": lag_s, "max": 0.5},
+        "floor_us_per_delta": floor_us, "floor_ttft_s": 0.0001 if floor_us else None,
+    }  # fmt: skip
+    record = exact(20, tpot_ms, 0, client=client, mean_in_flight=in_flight)
+    curve = curve_of(record)
+    warned = load_test.client_warning(record) is not None
+    assert (sl.client_evidence(curve.levels[0]) is not None) == warned
+    assert ("client" in codes(curve)) == warned
+    assert ("short_level" in codes(curve)) == (in_flight == 12.0 and not warned)
 
 
 def test_version_1_can_only_say_possibly() -> None:
