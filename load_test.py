@@ -45,7 +45,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import (
     IO,
     Any,
@@ -68,7 +68,9 @@ LAB = "part-09/lab-serve-twenty-concurrent-users"
 CONNECT_LIMIT_S = 30.0  # longer than four TCP SYN retries (1 + 2 + 4 + 8 s): a full accept queue shows as connect_s
 TAIL_GRACE_S = 5.0  # once the outcome is known (finish_reason, error status) only the end of the response is missing
 CONTROL_LIMIT_S = 5.0  # one read of /v1/models, /slots, /metrics ...
+WAITING_STATUSES = (408, 425, 429, 502, 503, 504)  # of a server that may answer later
 IDLE_LIMIT_S = 60.0  # how long --recovery-check waits for the server to say that it is idle
+SILENT_LOOKS = 4  # looks in a row without any load told, after which the server counts as silent
 MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
@@ -1379,8 +1381,9 @@ class _Link:
     def _closed(self, error: BaseException | None) -> None:
         """The other side has closed, in order or not."""
         reset = None if error is None else f"connection lost ({connect_error_text(error, 0)})"
-        self._closing = time.perf_counter(), reset
-        self._route.backlog.add(self)
+        if self._closing is None:  # a transport tells of an end in order, then of the closing itself
+            self._closing = time.perf_counter(), reset
+            self._route.backlog.add(self)
 
     def finish(self) -> None:
         """Wake whoever waits for the end."""
@@ -1558,7 +1561,11 @@ async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
 
 
 class ControlError(Exception):
-    """A control endpoint gave no usable answer; the message says how."""
+    """A control endpoint gave no usable answer; the message says how, `status` its HTTP status where it had one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 async def fetch(route: Route, path: str, limit_s: float = CONTROL_LIMIT_S) -> tuple[int, bytes]:
@@ -1589,7 +1596,7 @@ async def fetch_json(route: Route, path: str) -> Json:
     status, body = await fetch(route, path)
     text = body.decode("utf-8", "replace")
     if status != 200:
-        raise ControlError(f"http {status} from {path}: {route.secrets.hide(printable(text))[:120]}")
+        raise ControlError(f"http {status} from {path}: {route.secrets.hide(printable(text))[:120]}", status)
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -1695,6 +1702,7 @@ class LevelRun:
     finished: list[Finished] = dataclasses.field(default_factory=list)
     active: dict[int, Observation] = dataclasses.field(default_factory=dict)
     cpu_s: float = 0.0
+    lasted_s: float = 0.0  # what cpu_s and lags_s were taken over
     lags_s: Sequence[float] = ()
     interrupted: bool = False
 
@@ -1758,6 +1766,7 @@ async def run_level(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
         run.cpu_s = time.process_time() - cpu_at
+        run.lasted_s = time.perf_counter() - run.started_at
         sentinel.stop()
         run.lags_s = sentinel.lags_s
         run.interrupted = not everyone.done()
@@ -2128,11 +2137,11 @@ class Floor(NamedTuple):
     ttft_s: float | None
 
 
-def client_figures(run: LevelRun, wall_s: float, floor: Floor | None) -> dict[str, Any]:
+def client_figures(run: LevelRun, floor: Floor | None) -> dict[str, Any]:
     """How busy and how late this client was: part of every level record."""
     lags = summary(run.lags_s)
     return {
-        "cpu_fraction": round(run.cpu_s / wall_s, 4) if wall_s > 0 else None,
+        "cpu_fraction": round(run.cpu_s / run.lasted_s, 4) if run.lasted_s > 0 else None,
         "loop_lag_s": {key: lags[key] for key in ("p50", "p99", "max")},
         "floor_us_per_delta": floor.us_per_delta if floor else None,
         "floor_ttft_s": floor.ttft_s if floor else None,
@@ -2395,7 +2404,7 @@ class Session:
         now = datetime.datetime.now()
         self.run_id = f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
         self.exit_code = EXIT_OK
-        self.levels_written = 0
+        self.lines_written = 0
         self.raw_written = 0
         self.model = options.model or ""
         self.floors: dict[int, Floor] = {}
@@ -2446,7 +2455,10 @@ class Session:
             self.fault(str(error))
         if self.stop.done():
             self.exit_code = EXIT_INTERRUPTED
-            self.warn("interrupted; a level that had finished is in the notebook")
+            kept = (
+                f"the {self.lines_written} line(s) of finished levels are in" if self.lines_written else "nothing is in"
+            )
+            self.warn(f"interrupted; {kept} {self.options.labbook}" if not self.options.probe else "interrupted")
         if not self.options.probe:
             self.closing_lines()
         self.out.drain()
@@ -2464,7 +2476,8 @@ class Session:
             await self.wait_ready(options.wait_ready_s)
         if options.sample_s is not None or options.recovery_check:
             self.watch = ServerWatch(self.route)
-            for line in await self.watch.find():
+            missing = await self.watch.find()
+            for line in missing if options.sample_s is not None else ():
                 self.warn(line)
 
     async def only_model(self) -> str:
@@ -2472,7 +2485,8 @@ class Session:
         try:
             doc = await fetch_json(self.route, f"{self.options.target.prefix}/v1/models")
         except ControlError as error:
-            raise ServerFault(
+            final = error.status is not None and error.status not in WAITING_STATUSES
+            raise (NeverReady if final else ServerFault)(
                 f"--model was not given and the server's list of models cannot be read: {error}"
             ) from None
         entries = doc.get("data") if isinstance(doc, dict) else None
@@ -2500,7 +2514,7 @@ class Session:
                     return
                 reason = seen.failure.message
                 status = seen.http.head.status if seen.http.head else None
-                if seen.failure.error_class == "http" and status not in (429, 502, 503, 504):
+                if seen.failure.error_class == "http" and status not in WAITING_STATUSES:
                     raise NeverReady(
                         f"--wait-ready: {reason} from {options.target.base_url}: waiting will not mend that"
                     )
@@ -2550,10 +2564,16 @@ class Session:
         """Measure this client alone: the same ladder against a server that answers at once."""
         options = self.options
         command = [sys.executable, os.path.abspath(__file__), NULL_SERVER]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+        except OSError as error:
+            raise ClientFault(f"--calibrate: the second process did not start ({error.strerror})") from None
         try:
             assert process.stdout is not None
-            port = int(process.stdout.readline())
+            said = await asyncio.get_running_loop().run_in_executor(None, process.stdout.readline)
+            if not said.strip().isdigit():
+                raise ClientFault("--calibrate: the second process did not start; run the program from its file")
+            port = int(said)
             target = Target("http", "127.0.0.1", port, "", None)
             route = Route(target, ("127.0.0.1", port), (), options.timeout_s, options.secrets, None)
             for concurrency in dict.fromkeys(options.concurrency):
@@ -2729,7 +2749,7 @@ class Session:
             "chunk_gap_s": chunk_gaps([item.seen for item in run.finished if item.seen.failure is None]),
             "steady_output_tokens_per_s": steady_rate,
             "steady_window_s": steady_window,
-            "client": client_figures(run, figures["wall_s"], self.floors.get(run.concurrency)),
+            "client": client_figures(run, self.floors.get(run.concurrency)),
             "server": None,
             "ttft_split_s": None,
         }
@@ -2740,7 +2760,7 @@ class Session:
         line = strict_json(record)
         try:
             append_lines(options.labbook, [line])
-            self.levels_written += 1
+            self.lines_written += 1
         except OSError as error:
             self.fault(f"--labbook {options.labbook}: {error.strerror}; the line stands on stdout instead")
             if not options.json:
@@ -2803,9 +2823,12 @@ class Session:
         assert self.watch is not None
         options, begun = self.options, time.monotonic()
         idle = await self.watch.is_idle()
-        while idle is False and time.monotonic() - begun < IDLE_LIMIT_S:
+        tells = self.watch.has_slots or self.watch.has_metrics  # one look may fail without the server being silent
+        silent = 0 if tells else SILENT_LOOKS
+        while not idle and silent < SILENT_LOOKS and time.monotonic() - begun < IDLE_LIMIT_S:
             await asyncio.sleep(0.25)
             idle = await self.watch.is_idle()
+            silent = silent + 1 if idle is None else 0
         seen = Observation()
         await send_chat(self.route, chat_payload(options, self.model, _user(f"{self.tag()} {WARMUP_TEXT}"), 8), seen)
         answered = seen.failure is None
@@ -2830,6 +2853,7 @@ class Session:
         )
         try:
             append_lines(options.labbook, [line])
+            self.lines_written += 1
         except OSError as error:
             self.fault(f"--labbook {options.labbook}: {error.strerror}; the recovery line stands on stdout instead")
             self.save(line)
@@ -2842,7 +2866,7 @@ class Session:
 
     def closing_lines(self) -> None:
         options = self.options
-        self.say(f"{self.levels_written} line(s) appended to {options.labbook}")
+        self.say(f"{self.lines_written} line(s) appended to {options.labbook}")
         if options.raw is not None:
             self.say(f"{self.raw_written} request(s) appended to {options.raw}")
 
@@ -2856,10 +2880,11 @@ NULL_SERVER = "--null-server"  # not an option: how --calibrate starts its secon
 
 
 class _NullServer(asyncio.Protocol):
-    """Answers a chat request with all its tokens in one write, as fast as it can."""
+    """Answers a chat request at once: a write of its own for every token, as servers send them, one a loop turn."""
 
     def __init__(self) -> None:
         self._received = b""
+        self._pieces: Iterator[bytes] = iter(())
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -2871,12 +2896,22 @@ class _NullServer(asyncio.Protocol):
         head, blank, body = self._received.partition(b"\r\n\r\n")
         length = re.search(rb"\ncontent-length: *(\d+)", head, re.IGNORECASE)
         if blank and length and len(body) >= int(length.group(1)) and self._transport is not None:
-            self._transport.write(null_answer(json.loads(body)["max_tokens"]))
+            self._pieces = null_answer(json.loads(body)["max_tokens"])
+            self._write_next()
+
+    def _write_next(self) -> None:
+        piece = next(self._pieces, None)
+        if self._transport is None or self._transport.is_closing():
+            return
+        if piece is None:
             self._transport.close()
+        else:
+            self._transport.write(piece)
+            asyncio.get_running_loop().call_soon(self._write_next)
 
 
-def null_answer(tokens: int) -> bytes:
-    """A chunked stream of `tokens` one-token deltas in llama-server's shape."""
+def null_answer(tokens: int) -> Iterator[bytes]:
+    """A chunked stream of `tokens` one-token deltas in llama-server's shape, a piece for each write."""
 
     def chunk(**fields: Any) -> bytes:
         frame = {"choices": [], "created": 1, "id": "chatcmpl-null", "model": "null", "object": "chat.completion.chunk"}
@@ -2887,7 +2922,10 @@ def null_answer(tokens: int) -> bytes:
     last = chunk(choices=[{"finish_reason": "length", "index": 0, "delta": {}}])
     usage = chunk(usage={"completion_tokens": tokens, "prompt_tokens": 1})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head + delta * tokens + last + usage + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    yield head
+    for _ in range(tokens):
+        yield delta
+    yield last + usage + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 async def null_server() -> None:
