@@ -63,6 +63,7 @@ FIDELITY_TARGET_MS = {"median": 1.0, "p99": 5.0}
 TPOT_TARGET_PERCENT = 0.5
 MEMORY_TARGET_MB = 300
 READ_BYTES = 64 * 1024
+PINNED = "BENCH_NO_PIN" not in os.environ
 
 # Pieces as a tokeniser cuts English, some of which JSON escapes or UTF-8 spells with several bytes.
 PIECES = (
@@ -255,6 +256,13 @@ class Server:
                 time.sleep(0.0002)
 
 
+def pin(process_id: int, end: int) -> None:
+    """Keep a process (0: this one) on the first (0) or last (-1) core. Linux likes to put two processes that wake each
+    other on one core; there the client would wait for the server's work, and its times would show that."""
+    if PINNED and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process_id, {range(os.cpu_count() or 1)[end]})
+
+
 @contextlib.contextmanager
 def serving(
     shape: str, deltas: int, pace_s: float | None = None, per_write: int = 1, gather: int = 1, spread: bool = False
@@ -266,24 +274,28 @@ def serving(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
             assert process.stdout is not None
+            pin(process.pid, -1)
             yield int(process.stdout.readline())
         finally:
             process.kill()
 
 
 @contextlib.contextmanager
-def simulating(*options: object) -> Iterator[tuple[int, Path]]:
-    """Run the simulated engine in another process; gives its port and its log, complete once it has been left."""
+def simulating(*options: object) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Run the simulated engine in another process; gives its port and a list that holds its log once it has ended."""
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         command = [sys.executable, str(ROOT / "scripts" / "simulated_engine.py"), "--log", str(log), *map(str, options)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
             try:
                 assert process.stdout is not None
-                yield int(process.stdout.readline().rstrip().removesuffix("/v1").rpartition(":")[2]), log
+                pin(process.pid, -1)
+                yield int(process.stdout.readline().rstrip().removesuffix("/v1").rpartition(":")[2]), lines
             finally:
                 process.terminate()
                 process.wait()
+        lines += map(json.loads, log.read_text(encoding="utf-8").splitlines())
 
 
 # ---------------------------------------------------------------- the clients, each in its own process
@@ -354,6 +366,7 @@ def streams_of(run: load_test.LevelRun) -> list[Stream]:
 
 def run_job(job: Job) -> Result:
     """Play one client once, here."""
+    pin(0, 0)
     target = load_test.Target("http", bare_clients.HOST, job.port, "", None)
     bodies = [(str(k), job.body(k)) for k in range(job.streams)]
     payloads = [
@@ -520,11 +533,11 @@ class Error(NamedTuple):
     true_ttft: float
 
 
-def errors_of(streams: Iterable[Stream], log: Path) -> list[Error]:
+def errors_of(streams: Iterable[Stream], log: Iterable[dict[str, Any]]) -> list[Error]:
     """The client's TTFT and last-token time (both from the write) minus the engine's (both from the arrival of the
     request), the TTFT of a clock that starts before connecting, how late each first and last text was seen after it was
     sent, and the TPOT's error in per cent."""
-    sent = {line["prompt_tokens"]: line for line in map(json.loads, log.read_text(encoding="utf-8").splitlines())}
+    sent = {line["prompt_tokens"]: line for line in log}
     order = sorted(sent)  # prompt lengths grow with the stream's number
     errors = []
     for stream in streams:
