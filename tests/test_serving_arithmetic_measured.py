@@ -192,7 +192,8 @@ def test_the_newest_run_counts_with_its_repeats(capsys: pytest.CaptureFixture[st
         assert round(answer["fitted"]["a_ms"], 6) == 20.0 and answer["fit_points"] == 8
 
 
-OLDER, NEWER = {"recorded_at": "2026-11-29T10:00:00+01:00"}, {"recorded_at": "2026-11-29T09:30:00Z"}
+OLDER: dict[str, Any] = {"recorded_at": "2026-11-29T10:00:00+01:00"}
+NEWER: dict[str, Any] = {"recorded_at": "2026-11-29T09:30:00Z"}
 
 
 @pytest.mark.parametrize(
