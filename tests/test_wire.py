@@ -1,7 +1,7 @@
 """What a client must make of a response, byte for byte: a table of reported streams, each in every cut and framing.
 
-`data/wire_cases.json` holds streams that people reported as having broken clients, and what is right. Here each is
-fed to the stream reader without a socket, under rules that change its bytes but not its meaning, and served to the
+`data/wire_cases.json` holds streams that people reported as having broken clients, where, and what is right. Each is
+fed here to the stream reader without a socket, under rules that change its bytes but not its meaning, and served to the
 program by a fake server.
 """
 
@@ -39,9 +39,16 @@ import load_test
 Case = dict[str, Any]
 CASES: list[Case] = json.loads(Path(__file__).with_name("data").joinpath("wire_cases.json").read_text("utf-8"))["cases"]
 BY_ID = {case["id"]: case for case in CASES}
-each_case = pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
+
+
+def kind(case: Case) -> str:
+    """A case's name: its number and the words of its title."""
+    return "-".join([case["id"], *re.findall(r"[a-z0-9_]+", case["title"].lower())][:9])
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=kind)
 STREAMS = [case for case in CASES if b"200 OK" in case["send"][0]["bytes"].encode() and case["id"][:2] != "13"]
-each_stream = pytest.mark.parametrize("case", STREAMS, ids=[case["id"] for case in STREAMS])
+each_stream = pytest.mark.parametrize("case", STREAMS, ids=kind)
 
 BEGIN = 1000.0  # what the clock shows when a replayed request is written
 
