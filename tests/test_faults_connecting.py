@@ -57,6 +57,7 @@ HEALTHY = [whole_stream()]
     ],
 )
 def test_every_spelling_of_the_base_url_means_one_path(given: str, path: str, tmp_path: Path) -> None:
+    # https://github.com/nbramia/LifeOS/pull/708
     with FakeServer(HEALTHY) as server:
         result = load(f"http://{server.authority}{given}", tmp_path)
     assert result.code == 0 and [request.path for request in server.chats] == [path]
@@ -120,6 +121,7 @@ def resolving_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> Iterator[l
 def test_localhost_is_resolved_once_and_every_address_tried(
     serves: str, order: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # https://github.com/yhirose/cpp-httplib/issues/366
     # https://github.com/librefang/librefang/pull/3112 and, the other way round, https://github.com/fcsonline/drill/issues/126
     with resolving_to(monkeypatch, *order) as asked, FakeServer(HEALTHY, host=serves) as server:
         result = load(f"http://localhost:{server.port}/v1", tmp_path, "--requests", 5, "--concurrency", 2)
@@ -200,6 +202,7 @@ def test_a_server_that_goes_away_after_the_first_level(tmp_path: Path) -> None:
 
 
 def test_each_request_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    # https://github.com/NVIDIA-NeMo/Gym/pull/1555
     # https://github.com/vllm-project/vllm-omni/issues/1374: a reused connection is closed under the client's hands
     kept = whole_stream().replace(b"text/event-stream\r\n", b"text/event-stream\r\nConnection: keep-alive\r\n")
     with FakeServer([kept, HOLD]) as server:

@@ -97,6 +97,8 @@ def figures(requests: Sequence[load_test.RequestRecord], concurrency: int = 1, *
     ],
 )
 def test_nearest_rank(values: Sequence[float], percent: int, expected: float) -> None:
+    # https://github.com/mergewatch/mergewatch.ai/issues/336 https://github.com/bojieli/ai-agent-book/issues/225
+    # https://github.com/BenchBox-dev/BenchBox/pull/1551
     assert load_test.percentile(values, percent) == expected
 
 
@@ -172,6 +174,8 @@ def test_a_level_of_which_nothing_came() -> None:
 
 
 def test_failures_are_in_no_latency_figure_and_never_good() -> None:
+    # https://github.com/vllm-project/guidellm/issues/444 https://github.com/vllm-project/guidellm/pull/1085
+    # https://github.com/triton-inference-server/perf_analyzer/pull/32
     # https://github.com/gpustack/gpustack/issues/1677: instant 503s made the rate rise
     quick = dataclasses.replace(FAILED, ttft_s=0.001, e2e_s=0.002, tpot_s=0.0001, output_tokens=50, cached_tokens=9)
     found = figures([OK, quick, quick])

@@ -437,6 +437,7 @@ def texts_of(messages: Iterable[Any]) -> list[str]:
     return [one[-1]["content"] for one in messages]
 
 
+# https://github.com/vllm-project/vllm/issues/54227 https://github.com/LMCache/LMBenchmark/issues/35
 def test_mixed_prompts_share_no_beginning(tmp_path: Path) -> None:
     """Each begins with a random tag, so that no prefix cache has ever seen it, in this run or another."""
     found = texts_of(sent_prompts(tmp_path, requests=60) + sent_prompts(tmp_path, requests=60))
@@ -510,6 +511,8 @@ def test_levels_repeat_interleaved_and_each_is_on_disk_before_the_next(tmp_path:
 
 
 def test_just_as_many_are_in_flight_as_the_level_says(tmp_path: Path) -> None:
+    # https://github.com/kubernetes-sigs/inference-perf/issues/648 https://github.com/ray-project/ray/pull/63147
+    # https://github.com/vllm-project/vllm/issues/54101
     with FakeServer([CHUNKED, 0.02, *[chunk(delta("a") + delta(finish="stop") + DONE) + LAST_CHUNK]]) as server:
         load(server, tmp_path, "--concurrency", "7", "--requests", 21)
     assert server.peak == 7
@@ -561,6 +564,7 @@ def test_two_lines_a_level_and_where_the_lines_went(tmp_path: Path) -> None:
 
 
 def test_warm_up_is_sent_first_and_leaves_no_trace(tmp_path: Path) -> None:
+    # https://github.com/ai-dynamo/aisimulate/issues/287
     with FakeServer(HEALTHY) as server:
         result = load(server, tmp_path, "--warmup", 3, "--requests", 2, "--prompt-set", "shared-prefix")
     assert [request.is_warm_up for request in server.requests] == [True] * 3 + [False] * 2

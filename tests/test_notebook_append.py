@@ -82,6 +82,7 @@ def test_a_record_is_never_glued_to_what_stands_there(before: bytes, tmp_path: P
 
 
 def test_the_new_lines_survive_a_torn_one_for_the_analyser(tmp_path: Path) -> None:
+    # https://github.com/Tracer-Cloud/opensre/issues/6356
     book = tmp_path / "book.md"
     book.write_bytes(b'# Notes\n{"lab": "part-09/lab-serve-twenty-concurrent-users", "concurrency": 1, "ttft_s": {"p5')
     with FakeServer(HEALTHY) as server:
@@ -174,6 +175,7 @@ def test_a_folder_without_the_rights(as_somebody: Path) -> None:
 @needs_dev_full
 @pytest.mark.parametrize("more", [[], ["--json"], ["--quiet"]])
 def test_a_full_disk_puts_the_line_on_stdout(more: list[str], tmp_path: Path) -> None:
+    # https://github.com/mlcommons/endpoints/issues/426
     with FakeServer(HEALTHY) as server:
         result = load(server, tmp_path, "--labbook", "/dev/full", "--concurrency", "1,2", "--requests", 2, *more)
     assert result.code == 1
@@ -258,6 +260,7 @@ def test_a_notebook_that_changes_between_levels(change: str, tmp_path: Path) -> 
 
 
 def test_two_runs_at_once_write_whole_lines(tmp_path: Path) -> None:
+    # https://github.com/NousResearch/hermes-agent/pull/109192
     # https://github.com/tinyhumansai/opencompany/pull/43: 20 of 20 runs interleaved
     with FakeServer(HEALTHY) as server:
         argv = arguments(tmp_path, server.base_url, "--repeat", 50, "--requests", 2)
@@ -323,6 +326,8 @@ def test_the_current_folder_is_where_a_bare_name_goes(tmp_path: Path, monkeypatc
 
 
 def test_what_is_not_finite_becomes_null() -> None:
+    # https://github.com/Medical-Event-Data-Standard/MEDS-DEV/pull/286
+    # https://github.com/dotnet/BenchmarkDotNet/issues/1242
     # https://github.com/redis/memtier_benchmark/issues/271: NaN in the file defeats other readers
     value = {"b": [math.nan, math.inf, -math.inf, 1.5, (2.0, math.nan)], "a": {"x": math.nan, "y": True, "z": None}}
     assert load_test.strict_json(value) == (

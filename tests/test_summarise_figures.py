@@ -123,6 +123,7 @@ def test_an_objective_below_a_is_met_nowhere() -> None:
 
 
 def test_the_fit_leaves_levels_above_the_slots_out() -> None:
+    # https://github.com/ggml-org/llama.cpp/issues/17300 https://github.com/ggml-org/llama.cpp/issues/5247
     queued = exact(20)
     queued["tpot_s"] = dict.fromkeys(sl.STATISTICS, 0.032)
     limited = curve_of(*(exact(c, server_slots=8) for c in (1, 5, 8)), {**queued, "server_slots": 8})
@@ -134,6 +135,7 @@ def test_the_fit_leaves_levels_above_the_slots_out() -> None:
 
 
 def test_knee_is_a_step_between_measured_levels() -> None:
+    # https://github.com/NVIDIA-NeMo/Guardrails/pull/2323 https://github.com/Avarok-Cybersecurity/atlas/issues/954
     assert sl.find_knee([(1, 20), (2, 41), (4, 78), (8, 76)]) == (4, 8)
     assert sl.find_knee([(1, 20), (2, 41), (4, 78)]) is None
     assert sl.find_knee([(4, 80), (8, 121), (16, 190)]) == (8, 16)  # the lowest level's throughput is 20 per request

@@ -63,6 +63,7 @@ def damaged(book: sl.Notebook) -> list[int]:
 @pytest.mark.parametrize("prefix", ["", "    ", "\t", "- ", "* ", "> ", "> - ", "  > > ", "\ufeff", "\u00a0", ">"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "  \n", ""])
 def test_prefixes_and_line_ends_do_not_hide_a_record(read: Any, prefix: str, end: str) -> None:
+    # https://github.com/langgenius/dify/issues/41958 https://github.com/microsoft/autogen/pull/7889
     book = read(f"# Lab\n{prefix}{line(concurrency=5)}{end}")
     assert found(book) == [5] and not book.damaged
 

@@ -145,6 +145,7 @@ def test_a_pooled_cache_has_no_luck(sweep: Sweep) -> None:
 
 
 def test_repeats_and_short_levels(sweep: Sweep) -> None:
+    # https://github.com/vllm-project/vllm/issues/4252
     document = sweep(PLAIN, "1,4", "--repeat", 2, "--requests", 5)
     repeats = reading(document, "repeats")
     assert repeats is not None and repeats["values"]["low"] <= repeats["values"]["high"]
