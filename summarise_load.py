@@ -63,11 +63,12 @@ import re
 import stat
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Callable, NamedTuple
+from typing import IO, Any, Callable, NamedTuple, NoReturn
 
 try:
     import fcntl
@@ -82,12 +83,13 @@ KNOWN_SCHEMAS = (1, 2)  # 1: a line without `schema`
 MAX_LINE_BYTES = 1 << 20  # a level record is about 3 kB; 1 MiB leaves room and bounds what a hostile line can cost
 MAX_FILE_BYTES = 1 << 30  # beyond this it is not a notebook (/dev/zero, a model file)
 MAX_FIGURE = 1e15  # no count, time or rate here comes near it; below it, squares and sums stay finite
+LOCK_WAIT_S = 10.0  # how long --record and --import wait for another writer of the notebook
 MAX_NUMBER_CHARS = 300  # still fits a float; Python itself refuses whole numbers above 4300 digits
 
 SWEEP_LEVELS = (1, 5, 10, 20)  # the lab's levels
 VARIANT_LABELS = ("llama-slots8", "llama-ctx2048", "llama-kv-alt")
 COMPARED_SETTINGS = ("model", "max_tokens", "prompt_set", "context_length", "server_slots", "quant", "engine")
-ALSO_COMPARED = ("host", "temperature", "slo_ttft_s", "slo_tpot_s")
+ALSO_COMPARED = ("host", "temperature", "slo_ttft_s", "slo_tpot_s", "extra_body")
 IDENTITY = (
     "engine",
     "engine_version",
@@ -104,6 +106,7 @@ IDENTITY = (
     "base_url",
     "arrival",
     "seed",
+    "extra_body",
 )
 
 KNEE_SHARE = 0.5  # of one request's throughput at the lowest level, per added request
@@ -199,6 +202,7 @@ STATISTICS = ("min", "p50", "p90", "p95", "p99", "max", "mean")
 STATISTIC_FIELDS = ("ttft_s", "tpot_s", "e2e_s", "connect_s", "chunk_gap_s", "output_tokens_per_request")
 TALLY_FIELDS = ("finish_reasons", "errors")
 OBJECT_FIELDS = ("client", "server", "ttft_split_s")
+OPEN_OBJECT_FIELDS = ("extra_body",)  # the user's own: any value may stand in it
 TEXT_FIELDS = ("label", "engine", "engine_version", "model", "prompt_set", "host", "quant", "base_url", "arrival",
                "seed", "run_id", "recorded_at", "first_error")  # fmt: skip
 UNDEFINED_AS_ZERO = ("ttft_s", "tpot_s", "prompt_tokens_mean")  # version 1 printed 0.0 where nothing was measured
@@ -381,9 +385,12 @@ def field_fault(data: Mapping[str, Any]) -> str | None:
         block = data.get(name)
         if block is not None and not (isinstance(block, dict) and all(map(is_count, block.values()))):
             return f"{name} is {json.dumps(block)[:40]}, not an object of counts"
-    for name in OBJECT_FIELDS:
+    for name in OBJECT_FIELDS + OPEN_OBJECT_FIELDS:
         if not isinstance(data.get(name), (dict, type(None))):
             return f"{name} is {json.dumps(data[name])[:40]}, neither an object nor null"
+        fault = oversized(name, data.get(name)) if name in OBJECT_FIELDS else None
+        if fault:
+            return fault
     for name in TEXT_FIELDS:
         value = data.get(name)
         if not (value is None or isinstance(value, str) or (name != "label" and as_number(value) is not None)):
@@ -405,10 +412,25 @@ def number_fault(path: str, value: Any) -> str | None:
     if number is None:
         return None if value is None else f"{path} is {json.dumps(value)[:40]}, not a number"
     if abs(number) > MAX_FIGURE:
-        return f"{path} is {number:g}: beyond anything that can be measured"
+        return oversized(path, number)
     if path in COUNT_FIELDS and not number.is_integer():
         return f"{path} is {number.text}, not a whole number"
     return None
+
+
+def oversized(path: str, value: Any) -> str | None:
+    """The first figure in a JSON value that is too large to have been measured; None where all can be.
+
+    >>> oversized("", {"server": {"slots": 20, "peak_waiting": 1e300}}), oversized("wall_s", 12.5)
+    ('server.peak_waiting is 1e+300: beyond anything that can be measured', None)
+    """
+    if isinstance(value, Mapping):
+        faults = (oversized(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items())
+        return next(filter(None, faults), None)
+    number = value if isinstance(value, float) else as_number(value)
+    if number is None or abs(number) <= MAX_FIGURE:
+        return None
+    return f"{path} is {number:g}: beyond anything that can be measured"
 
 
 def is_count(value: Any) -> bool:
@@ -430,13 +452,26 @@ def json_fault(error: ValueError) -> str:
     return str(error)
 
 
+def open_file(path: str) -> io.BufferedReader:
+    """A file, open for reading. Raises UserError where it cannot be read, or is a folder, a pipe or a device: those
+    may never end, and a pipe that nobody writes to cannot even be opened."""
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise UserError(f"cannot read {path}: it is {kind}, not a file; name another file")
+        return open(path, "rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from None
+
+
 def file_lines(path: str) -> Iterator[tuple[int, bytes, bool]]:
     """(number, bytes, whether cut at MAX_LINE_BYTES) of each line; only LF ends one, so U+2028 in a text does not.
 
     Raises UserError where the file cannot be read, is not a notebook's size, or is UTF-16 or UTF-32.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             number = total = 0
             while True:
                 line = file.readline(MAX_LINE_BYTES)
@@ -503,6 +538,8 @@ def as_word(label: str) -> str:
 
 def setting_text(value: Any) -> str:
     """A setting for people; "unknown" where the notebook does not say."""
+    if isinstance(value, (dict, list)):
+        return printable(json.dumps(value, sort_keys=True, ensure_ascii=False))
     return "unknown" if value is None else printable(value)
 
 
@@ -976,6 +1013,8 @@ def read_raw(path: str) -> RawFile:
             data = parse_json(text)
             if cut or not isinstance(data, dict) or not all(map(is_count, (data["repeat"], data["concurrency"]))):
                 raise ValueError("no per-request record")
+            if fault := oversized("", data):
+                raise ValueError(fault)
             key = (str(data["label"]), str(data["run_id"]), int(data["repeat"]), int(data["concurrency"]))
         except KeyError as error:
             raw.damaged.append(Remark(number, f"no per-request record: {error.args[0]} is missing"))
@@ -998,10 +1037,19 @@ def spans_of(requests: Iterable[Mapping[str, Any]], path: str) -> list[Span]:
     return [span(value, RAW_HALF) for value in values if value is not None]
 
 
+def rank(percent: int, count: int) -> int:
+    """The place, from 0, of a nearest-rank percentile among `count` ordered values; 0 % is the smallest one's.
+
+    >>> rank(90, 10), rank(50, 1), rank(0, 7)
+    (8, 0, 0)
+    """
+    return max(1, -(-percent * count // 100)) - 1
+
+
 def nearest_rank(spans: Sequence[Span], percent: int) -> Span:
-    """The interval of a nearest-rank percentile; 0 % is the smallest value."""
-    rank = max(1, -(-percent * len(spans) // 100))
-    return Span(sorted(item.low for item in spans)[rank - 1], sorted(item.high for item in spans)[rank - 1])
+    """The interval of a nearest-rank percentile."""
+    place = rank(percent, len(spans))
+    return Span(sorted(item.low for item in spans)[place], sorted(item.high for item in spans)[place])
 
 
 def mean_span(spans: Sequence[Span]) -> Span:
@@ -2597,7 +2645,7 @@ def curve_json(book: Notebook, curve: Curve) -> dict[str, Any]:
 
     kind "curve" · tool_version · labbook (path) · label ·
     settings {engine, engine_version, model, prompt_set, host, quant, context_length, server_slots, max_tokens,
-    temperature, slo_ttft_s, slo_tpot_s, base_url, arrival, seed}: null where the notebook does not say ·
+    temperature, slo_ttft_s, slo_tpot_s, base_url, arrival, seed, extra_body}: null where the notebook does not say ·
     slo {ttft_s, tpot_s} ·
     levels: sorted by c, each {c, repeats, interrupted; requests, completed, failed, output_tokens, within_slo,
     coalesced: summed over the repeats; wall_s, output_tokens_per_s, requests_per_s, goodput_requests_per_s,
@@ -2769,7 +2817,7 @@ def finite(value: Any) -> Any:
 def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
     """The curve-summary line that --record appends."""
     peak, fit = curve.peak, curve.fit
-    record: dict[str, Any] = {name: curve.settings[name] for name in IDENTITY if name != "seed"}
+    record: dict[str, Any] = {name: curve.settings[name] for name in IDENTITY if name not in ("seed", "extra_body")}
     record.update(
         {
             "lab": LAB,
@@ -2788,15 +2836,29 @@ def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
     return record
 
 
+def wait_for_lock(handle: int) -> None:
+    """Lock a file, where the system has locks. Raises OSError where another process keeps it for LOCK_WAIT_S."""
+    end = time.monotonic() + LOCK_WAIT_S
+    while fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise OSError(f"another program has kept it locked for {LOCK_WAIT_S:g} s") from None
+        except OSError:  # some network file systems have no locks
+            return
+        time.sleep(0.02)
+
+
 def append_line(path: str, line: str) -> None:
     """Append one line: line and newline in one O_APPEND write, under a lock where there is one, flushed to disk; a
     file that does not end in a newline gets one first, one that is not there is made. Raises OSError, also where not
-    all of it could be written."""
+    all of it could be written: then a file is as long as it was before."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
+        wait_for_lock(handle)
+        on_disk = stat.S_ISREG(os.fstat(handle).st_mode)  # a terminal or a pipe has no disk to reach
         size = os.fstat(handle).st_size
         data = line.encode() + b"\n"
         if size > 0:
@@ -2804,8 +2866,10 @@ def append_line(path: str, line: str) -> None:
             if os.read(handle, 1) != b"\n":
                 data = b"\n" + data
         if os.write(handle, data) != len(data):
+            if on_disk:
+                os.ftruncate(handle, size)  # half a record is damage to whoever reads the file
             raise OSError("the disk took only a part of the line")
-        if stat.S_ISREG(os.fstat(handle).st_mode):  # a terminal or a pipe has no disk to reach
+        if on_disk:
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -2817,8 +2881,11 @@ def append_record(path: str, record: Mapping[str, Any]) -> None:
     try:
         append_line(path, line)
     except OSError as error:
-        print(line)
         reason = error.strerror or error
+        try:
+            write_out(line + "\n")
+        except ResultError as lost:
+            raise ResultError(f"cannot append to {path}: {reason}; nor is the line printed: {lost}") from None
         raise ResultError(f"cannot append to {path}: {reason}; the line is on standard output") from None
 
 
@@ -2898,8 +2965,8 @@ def to_vllm_bench(level: Level) -> dict[str, Any]:
 def read_vllm_bench(path: str) -> list[dict[str, Any]]:
     """The results in a file of `vllm bench serve`: one JSON object, or one per line (--append-result)."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read(MAX_FILE_BYTES)
+        with open_file(path) as file:
+            text = file.read(MAX_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -2942,26 +3009,9 @@ def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapp
     source = Record(0, result)
     wall, completed, asked = source.number("duration") or 0.0, source.count("completed"), source.count("num_prompts")
     failed = source.count("failed") if "failed" in result else (asked or 0) - (completed or 0)
-    digest = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
-    date = str(result.get("date"))
-    rate = result.get("request_rate")
-    record: dict[str, Any] = dict.fromkeys((*IMPORT_SETTINGS, *STATISTIC_FIELDS))
-    record.update(dict.fromkeys(("engine", "engine_version", "host", "quant"), "unknown"))
-    record.update({"model": result.get("model_id"), "prompt_set": "vllm-bench"})
-    record.update({name: setting_value(name, result[name]) for name in IMPORT_SETTINGS if result.get(name) is not None})
-    record.update(settings)
+    record = vllm_identity(result, label, settings)
     record.update(
         {
-            "lab": LAB,
-            "schema": KNOWN_SCHEMAS[-1],
-            "tool_version": TOOL_VERSION,
-            "source": "vllm bench serve",
-            "run_id": f"{date}-{digest}",
-            "repeat": 0,
-            "recorded_at": vllm_date(date),
-            "label": label or str(result.get("label") or "vllm-bench"),
-            "arrival": "closed-loop" if rate in ("inf", None) else f"request rate {setting_text(rate)}",
-            "interrupted": False,
             "concurrency": source.count("max_concurrency"),
             "requests": asked,
             "completed": completed,
@@ -2985,6 +3035,34 @@ def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapp
     fault = field_fault(parse_json(json.dumps(record)))  # what is written must be read again
     if fault:
         raise ValueError(fault)
+    return record
+
+
+def vllm_identity(result: Mapping[str, Any], label: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a result's level record from others: its settings, its label and its run. `settings` comes first,
+    then what the result says. Raises ValueError where a setting is not what its name says."""
+    digest = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
+    date = str(result.get("date"))
+    rate = result.get("request_rate")
+    record: dict[str, Any] = dict.fromkeys((*IMPORT_SETTINGS, *STATISTIC_FIELDS))
+    record.update(dict.fromkeys(("engine", "engine_version", "host", "quant"), "unknown"))
+    record.update({"model": result.get("model_id"), "prompt_set": "vllm-bench"})
+    record.update({name: setting_value(name, result[name]) for name in IMPORT_SETTINGS if result.get(name) is not None})
+    record.update(settings)
+    record.update(
+        {
+            "lab": LAB,
+            "schema": KNOWN_SCHEMAS[-1],
+            "tool_version": TOOL_VERSION,
+            "source": "vllm bench serve",
+            "run_id": f"{date}-{digest}",
+            "repeat": 0,
+            "recorded_at": vllm_date(date),
+            "label": label or str(result.get("label") or "vllm-bench"),
+            "arrival": "closed-loop" if rate in ("inf", None) else f"request rate {setting_text(rate)}",
+            "interrupted": False,
+        }
+    )
     return record
 
 
@@ -3065,7 +3143,7 @@ def vllm_detailed(result: Mapping[str, Any], record: Mapping[str, Any], wall: fl
     }
     if tokens:
         found["output_tokens_per_request"] = {"min": tokens[0], "max": tokens[-1]}
-        found["output_tokens_per_request"].update({f"p{p}": tokens[-(-p * len(tokens) // 100) - 1] for p in (50, 90)})
+        found["output_tokens_per_request"].update({f"p{p}": tokens[rank(p, len(tokens))] for p in (50, 90)})
     if not record["failed"] and wall > 0:
         found["mean_in_flight"] = round(math.fsum(ends) / wall, 4)
     slo_ttft, slo_tpot = record["slo_ttft_s"], record["slo_tpot_s"]
@@ -3080,7 +3158,7 @@ def statistics_of(values: Iterable[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(STATISTICS)
-    found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 90, 95, 99)}
+    found = {f"p{p}": ordered[rank(p, len(ordered))] for p in (50, 90, 95, 99)}
     found.update({"min": ordered[0], "max": ordered[-1], "mean": math.fsum(ordered) / len(ordered)})
     return {key: round(value, 6) for key, value in found.items()}
 
@@ -3106,10 +3184,13 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses bad arguments in one line, exit code 2."""
+    """argparse whose errors are one line, raised, and whose help and version go out as every other output does."""
 
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{PROGRAM}: {message} ({PROGRAM} --help shows the options)\n")
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({PROGRAM} --help shows the options)")
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        write_out(message)
 
 
 def build_parser() -> Parser:
@@ -3220,8 +3301,21 @@ def refuse_conflicts(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--export writes one file: leave --json, --csv, --markdown and --record out")
 
 
+def silence(stream: IO[str]) -> None:
+    """Give a stream that cannot be written another place to write to, or the interpreter complains when it leaves."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def complain(message: str) -> None:
-    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    """One line on standard error. Where that is closed or full, the exit code alone has to say it."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(f"{PROGRAM}: {message}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        silence(sys.stderr)
 
 
 def report(path: str, remarks: Iterable[Remark]) -> None:
@@ -3232,7 +3326,12 @@ def report(path: str, remarks: Iterable[Remark]) -> None:
 
 def in_colour() -> bool:
     """Only on a terminal, and never with NO_COLOR."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return (
+        sys.stdout is not None
+        and sys.stdout.isatty()
+        and "NO_COLOR" not in os.environ
+        and os.environ.get("TERM") != "dumb"
+    )
 
 
 def run_list(options: Options, book: Notebook) -> tuple[str, int]:
@@ -3341,7 +3440,9 @@ def check_many(options: Options, paths: Sequence[str], raw: RawFile | None) -> t
     for path in paths:
         lines.append(f"==> {path}")
         try:
-            findings = check(read_notebook(path), raw)
+            book = read_notebook(path)
+            report(book.path, book.remarks)
+            findings = check(book, raw)
         except UserError as error:
             files.append({"labbook": path, "verdict": UNREADABLE, "error": str(error), **check_json([])})
             lines += [str(error), ""]
@@ -3384,23 +3485,28 @@ def run(options: Options) -> tuple[str, int]:
 
 
 def write_out(text: str) -> None:
-    """Print, in an encoding that cannot fail; quiet when the reader (head) has gone."""
+    """Print, in an encoding that cannot fail; quiet when the reader (head) has gone. Raises ResultError where standard
+    output is closed or full."""
+    if sys.stdout is None:
+        if text:
+            raise ResultError("cannot write the output: standard output is closed")
+        return
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         raise ResultError(f"cannot write the output: {error.strerror or error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse_options(argv)
+    """Run the program; returns the exit code."""
     try:
-        text, code = run(options)
+        text, code = run(parse_options(argv))
         write_out(text)
     except UserError as error:
         complain(str(error))

@@ -468,22 +468,6 @@ def test_a_reader_that_leaves_early_is_no_error(book: Book) -> None:
     assert result.stdout == "{\n" and result.stderr == "status 0\n"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_output_that_cannot_be_written_is_said(book: Book) -> None:
-    book.write([honest(5)])
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, ROOT / "summarise_load.py", "--list"],
-            cwd=book.path.parent,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            check=False,
-        )
-    assert result.returncode == 1 and result.stderr.startswith("summarise_load.py: cannot write the output")
-    assert result.stderr.count("\n") == 1
-
-
 def on_a_terminal(folder: Path, env: dict[str, str]) -> str:
     """What --label prints on a pseudo terminal."""
     leader, follower = pty.openpty()
@@ -558,3 +542,98 @@ def test_a_label_as_written_wins_over_one_as_listed(book: Book) -> None:
     book.write([honest(1, label="my run"), honest(5, label="my%20run")])
     assert book.run("--label", "my%20run").stdout.startswith("my%2520run:")
     assert book.run("--label", "my%2520run").stdout.startswith("my%2520run:")
+
+
+# ------------------------------------------------------------------------- odd places to read from and to write to
+
+
+def shell(book: Book, *args: str, redirect: str) -> subprocess.CompletedProcess[str]:
+    """The program under a shell that redirects its output."""
+    if "/dev/full" in redirect and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    command = f'exec "$@" {redirect}'
+    result = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, str(ROOT / "summarise_load.py"), *args],
+        cwd=book.path.parent,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+    assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    return result
+
+
+@pytest.mark.parametrize(
+    "args", [["--list"], ["--label", "llama-baseline", "--json"], ["--check"], ["--help"], ["--version"]]
+)
+@pytest.mark.parametrize(("redirect", "why"), [(">&-", "standard output is closed"), (">/dev/full", "No space left")])
+def test_output_that_cannot_be_written_is_said(book: Book, args: list[str], redirect: str, why: str) -> None:
+    result = shell(book.write([exact(c) for c in LEVELS]), *args, redirect=redirect)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("summarise_load.py: cannot write the output") and why in result.stderr
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", ">&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    ("args", "code"), [(["--bogus"], 2), (["--labbook", "gone.md"], 2), (["--label", "gone"], 1)], ids=str
+)
+def test_the_exit_code_is_right_where_nothing_can_be_said(
+    book: Book, args: list[str], code: int, redirect: str
+) -> None:
+    assert shell(book.write([exact(1)]), *args, redirect=redirect).returncode == code
+
+
+def test_closed_standard_error_does_not_move_messages_to_the_output(book: Book) -> None:
+    result = shell(book.write([exact(1)], json.dumps(exact(1), sort_keys=True)), "--list", "--json", redirect="2>&-")
+    assert result.returncode == 0 and json.loads(result.stdout)["kind"] == "list"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--labbook", "{}", "--list"], ["--check", "{}"], ["--check", "--raw", "{}"], ["--import", "vllm-bench", "{}"]],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder"])
+def test_what_is_no_file_is_refused_before_it_is_read(book: Book, args: list[str], kind: str) -> None:
+    path = book.write([exact(1)]).path.parent / "a thing"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(kind)
+    result = book.run(*[arg.replace("{}", str(path)) for arg in args])
+    assert result.returncode == 2 and f"cannot read {path}: it is a " in result.stderr and "not a file" in result.stderr
+
+
+def test_a_key_press_that_interrupts_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("build_parser", "run", "write_out"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sl, name, interrupt)
+            assert sl.main(["--list"]) == 130
+
+
+def test_what_every_request_carried_is_compared(book: Book) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    book.write([exact(1, extra_body=None), exact(1, label="b", run_id="b", extra_body=thinking)])
+    told = 'extra_body differs: unknown and {"chat_template_kwargs": {"enable_thinking": false}}'
+    assert told in book.run("--compare", "llama-baseline", "b").stdout.splitlines()
+    differing = json.loads(book.run("--compare", "llama-baseline", "b", "--json").stdout)["differing_settings"]
+    assert differing == [{"name": "extra_body", "a": None, "b": thinking}]
+
+
+def test_of_several_notebooks_each_remark_names_its_file(book: Book) -> None:
+    line = json.dumps(exact(1), sort_keys=True)
+    one = book.path.parent / "one.md"
+    one.write_text(f"{line}\n{line}\n")
+    two = book.path.parent / "two.md"
+    two.write_text(f"{line}\n\n{line}\n")
+    result = book.run("--check", one, two)
+    assert result.stderr.splitlines() == [
+        f"summarise_load.py: {one} line 2: the same line as line 1: counted once",
+        f"summarise_load.py: {two} line 3: the same line as line 1: counted once",
+    ]

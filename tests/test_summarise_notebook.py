@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -427,6 +428,42 @@ def test_a_write_that_stops_half_way_is_a_failure(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:5]))
     with pytest.raises(OSError, match="only a part"):
         sl.append_line(str(path), '{"a": 1}')
+    assert path.read_bytes() == b"", "half a record would be damage"
     monkeypatch.undo()
     sl.append_line(str(path), '{"b": 2}')
-    assert path.read_bytes() == b'{"a":\n{"b": 2}\n'
+    assert path.read_bytes() == b'{"b": 2}\n'
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "book.md"
+    monkeypatch.setattr(sl, "LOCK_WAIT_S", 0.05)
+    with path.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(sl.ResultError, match=r"locked for 0\.05 s; the line is on standard output"):
+            sl.append_record(str(path), {"record": "curve-summary"})
+    assert capsys.readouterr().out == '{"record": "curve-summary"}\n' and path.read_bytes() == b""
+    sl.append_line(str(path), "{}")
+    assert path.read_bytes() == b"{}\n"
+
+
+def test_a_lock_that_is_let_go_in_time_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "book.md"
+    with path.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr("summarise_load.time.sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
+        sl.append_line(str(path), "{}")
+    assert path.read_bytes() == b"{}\n"
+
+
+@pytest.mark.parametrize("name", ["client", "server", "ttft_split_s"])
+def test_a_block_with_an_impossible_number_is_damage(read: Any, name: str) -> None:
+    book = read(json.dumps({**OLD, "schema": 2, name: {"a": {"b": 1e300}}}))
+    assert book.records == [] and "beyond anything" in book.damaged[0].text and f"{name}.a.b" in book.damaged[0].text
+
+
+def test_a_line_that_can_go_nowhere_is_told_as_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(sl.ResultError, match=r"nor is the line printed: .* standard output is closed"):
+        sl.append_record(str(tmp_path), {"record": "curve-summary"})

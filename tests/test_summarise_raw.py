@@ -224,3 +224,13 @@ def test_no_value_in_a_raw_line_makes_the_check_fail(
     book = sl.Notebook("labbook.md", [sl.Record(1, sl.parse_json(json.dumps(record)))])
     findings = sl.check(book, sl.read_raw(str(path)))
     assert findings[-1].rule == "raw"
+
+
+@pytest.mark.parametrize("number", [1e300, -1e308, 10**200])
+@pytest.mark.parametrize("field", ["ttft_s", "started_s", "ended_s", "output_tokens", "prompt_tokens", "cached_tokens"])
+def test_a_raw_figure_that_no_request_can_have_is_damage(book: Book, field: str, number: float) -> None:
+    record, lines = level_and_lines(Load(), 6)
+    book.write([{**record, **RUN}])
+    raw = write_raw(book, lines[1:], *[json.dumps({**lines[0], field: number})] * 2)
+    result = book.run("--check", "--raw", raw)
+    assert result.returncode == 1 and f"{field} is {number:g}: beyond anything" in result.stdout
