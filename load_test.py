@@ -75,7 +75,11 @@ MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
 MAX_MESSAGE_CHARS = 300
-MAX_COUNT = 2**53  # what a float holds exactly; a larger token count is noise
+MAX_COUNT = 10**9  # no prompt, answer or context comes near it: a larger count is noise
+MAX_METRIC = 2**53  # what a float holds exactly; counters of a server may grow for years
+MAX_METRICS_BYTES = 4 * 1024 * 1024  # vLLM's /metrics has some 100 KB for each of its engines
+MAX_FINISH_CHARS = 64
+MAX_NESTING = 100  # of JSON that is given to us and sent or stored again
 READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew each time
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 COALESCED_MIN_TOKENS = 8
@@ -249,6 +253,19 @@ def random_tags(seed: int | None) -> Callable[[], str]:
 Messages = list[dict[str, Any]]
 
 
+def nesting(value: Json) -> int:
+    """How deep a JSON value is nested: 0 for a number or a text.
+
+    >>> nesting({"a": [1]})
+    2
+    """
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
 def _user(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
@@ -308,6 +325,8 @@ def _prompt_of_line(line: str, where: str) -> Messages:
     if isinstance(doc.get("prompt"), str) and doc["prompt"]:
         return _user(doc["prompt"])
     messages = doc.get("messages")
+    if nesting(messages) > MAX_NESTING:
+        raise UsageError(f"{where}: messages nested over {MAX_NESTING} deep")
     if isinstance(messages, list) and messages and all(isinstance(item, dict) for item in messages):
         return messages
     raise UsageError(f'{where}: needs "prompt" (a text) or "messages" (a list of objects)')
@@ -729,6 +748,16 @@ def learn_plain(event: ServerEvent, doc: Json, channel: str, text: str, chunked:
 TEXT_CHANNELS = ("content", "reasoning_content", "reasoning")
 
 
+def as_text(value: Json) -> str:
+    """A text as it is, any other JSON value as JSON."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "deeply nested JSON"
+
+
 def error_text(value: Json) -> str:
     """The message of an `error` value, whether a text or an object; its type goes first.
 
@@ -740,11 +769,8 @@ def error_text(value: Json) -> str:
     if isinstance(value, dict) and value.get("error"):
         value = value["error"]
     if not isinstance(value, dict):
-        return value if isinstance(value, str) else json.dumps(value)
-    message = next((value[key] for key in ("message", "detail", "reason") if value.get(key)), None)
-    if message is None:
-        return json.dumps(value)
-    message = message if isinstance(message, str) else json.dumps(message)
+        return as_text(value)
+    message = as_text(next((value[key] for key in ("message", "detail", "reason") if value.get(key)), value))
     kind = value.get("type")
     return f"{kind}: {message}" if isinstance(kind, str) and kind and kind not in message else message
 
@@ -766,6 +792,11 @@ def calls_tool(delta: dict[str, Any]) -> bool:
         ):
             return True
     return False
+
+
+def most_deltas(max_tokens: int) -> int:
+    """More text deltas than an answer of so many tokens can have, even where a proxy sends letter by letter."""
+    return max(8 * max_tokens, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -806,12 +837,14 @@ class Observation:
     """Watches one response: feed(bytes, arrival time) until `over`.
 
     Times are readings of one clock, in seconds. `failure` is None after a success. The
-    figures are plain sums until `record()` works them out, after the timed part.
+    figures are plain sums until `record()` works them out, after the timed part. More than
+    `most_deltas` text deltas are a failure: such a stream has no end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_deltas: float = math.inf) -> None:
         self.http = HttpResponse()
         self.events = EventReader()
+        self.most_deltas = most_deltas
         self.over = False
         self.failure: Failure | None = None
         self.connecting_at = self.written_at = self.ended_at = 0.0
@@ -883,6 +916,8 @@ class Observation:
                     data = data[cut:]
         except WireError as error:
             self.fail("protocol", str(error), at_s)
+        except RecursionError:
+            self.fail("protocol", "an event's JSON is nested too deep", at_s)
 
     def end_of_stream(self, at_s: float, reset: str | None = None) -> None:
         """The connection was closed by the other side (`reset`: how, if not cleanly)."""
@@ -1017,7 +1052,9 @@ class Observation:
             told = {key: value for key, value in doc["usage"].items() if value is not None}
             self.usage, only_text = {**(self.usage or {}), **told}, False
         if isinstance(doc.get("timings"), dict):
-            self.timings, only_text = doc["timings"], False
+            scalars = (int, float, str, type(None))
+            self.timings = {key: value for key, value in doc["timings"].items() if isinstance(value, scalars)}
+            only_text = False
         if self.model is None and isinstance(doc.get("model"), str):
             self.model = doc["model"]
         choices = doc.get("choices")
@@ -1031,7 +1068,7 @@ class Observation:
                 self.fail("server", "finish_reason is 'error'", at_s)
                 return
             if reason:
-                self.finish, self._tail_at, only_text = str(reason), at_s, False
+                self.finish, self._tail_at, only_text = as_text(reason)[:MAX_FINISH_CHARS], at_s, False
             delta = choice.get("delta")
             if isinstance(delta, dict):
                 written += [
@@ -1056,6 +1093,8 @@ class Observation:
         self.deltas += len(moments)
         self.moments.extend(moments)
         self.counts.extend([1] * len(moments))
+        if self.deltas > self.most_deltas:
+            self._fail_as_endless(moments[-1])
 
     def _note_text(self, deltas: int, at_s: float) -> None:
         if self.first_token_at is None:
@@ -1067,6 +1106,11 @@ class Observation:
             self.last_token_at = at_s
             self.moments.append(at_s)
             self.counts.append(deltas)
+        if self.deltas > self.most_deltas:
+            self._fail_as_endless(at_s)
+
+    def _fail_as_endless(self, at_s: float) -> None:
+        self.fail("protocol", f"over {self.most_deltas:g} text deltas, far more than --max-tokens asks for", at_s)
 
     def _finish(self, at_s: float) -> None:
         if not self.deltas:
@@ -1697,6 +1741,7 @@ class LevelRun:
 
     concurrency: int
     planned: int
+    most_deltas: float = math.inf  # of one response; more are a failure
     started_at: float = 0.0
     empty_at: float | None = None  # when the first worker found the queue empty
     finished: list[Finished] = dataclasses.field(default_factory=list)
@@ -1717,6 +1762,24 @@ class LevelRun:
 Ended = Callable[[Finished, LevelRun], None]
 
 
+async def _worker(
+    number: int, route: Route, waiting: collections.deque[tuple[int, bytes]], run: LevelRun, ended: Ended
+) -> None:
+    """Send what waits, one after the other, until nothing does. Raises ClientFault."""
+    while waiting:
+        index, payload = waiting.popleft()
+        seen = run.active[index] = Observation(run.most_deltas)
+        try:
+            await send_chat(route, payload, seen)
+        finally:
+            del run.active[index]
+        item = Finished(index, number, seen)
+        run.finished.append(item)
+        ended(item, run)
+    if run.empty_at is None:
+        run.empty_at = time.perf_counter()
+
+
 async def run_level(
     route: Route,
     concurrency: int,
@@ -1727,25 +1790,10 @@ async def run_level(
 ) -> None:
     """Closed loop: `concurrency` workers send `payloads`, each the next when its last response is over.
 
-    Fills `run`. When `stop` is done first, requests in flight are cut off and `run.interrupted`
-    is set. Raises ClientFault.
+    Fills `run`. When `stop` is done first or a worker raises ClientFault, requests in flight are cut
+    off and `run.interrupted` is set. Raises ClientFault.
     """
-    waiting: collections.deque[tuple[int, bytes]] = collections.deque(enumerate(payloads))
-
-    async def worker(number: int) -> None:
-        while waiting:
-            index, payload = waiting.popleft()
-            seen = run.active[index] = Observation()
-            try:
-                await send_chat(route, payload, seen)
-            finally:
-                del run.active[index]
-            item = Finished(index, number, seen)
-            run.finished.append(item)
-            ended(item, run)
-        if run.empty_at is None:
-            run.empty_at = time.perf_counter()
-
+    waiting = collections.deque(enumerate(payloads))
     gc.collect()
     gc.freeze()  # nothing that exists now is looked at again by a collection during the level
     sentinel = Sentinel()
@@ -1755,7 +1803,7 @@ async def run_level(
 
     async def start_and_wait() -> None:
         for number in range(min(concurrency, len(payloads))):
-            workers.append(asyncio.ensure_future(worker(number)))
+            workers.append(asyncio.ensure_future(_worker(number, route, waiting, run, ended)))
             if number % START_TOGETHER == START_TOGETHER - 1:
                 await asyncio.sleep(0)  # a thousand connections in a row would make the first answers look late
         await asyncio.gather(*workers)
@@ -1778,12 +1826,13 @@ async def run_level(
         gc.unfreeze()
     for result in results:
         if isinstance(result, Exception):
+            run.interrupted = True
             raise result
 
 
 # ---------------------------------------------------------------- watching the server
 
-METRIC_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+METRIC_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}\n]*\})?[ \t]+(\S+)", re.MULTILINE)
 
 # what we call it -> names by engine, without _total, which comes and goes between versions
 METRICS: dict[str, tuple[str, ...]] = {
@@ -1821,7 +1870,7 @@ def parse_metrics(text: str) -> dict[str, float]:
             value = float(match.group(3))
         except ValueError:
             continue
-        if math.isfinite(value):
+        if abs(value) <= MAX_METRIC:
             found[key] = found.get(key, 0.0) + value
     return found
 
@@ -1884,7 +1933,7 @@ class ServerWatch:
             with contextlib.suppress(ControlError):
                 status, body = await fetch(self._route, self._prefix + "/metrics")
                 if status == 200:
-                    shot.metrics = parse_metrics(body.decode("utf-8", "replace"))
+                    shot.metrics = parse_metrics(body[:MAX_METRICS_BYTES].decode("utf-8", "replace"))
         return shot
 
     async def keep_looking(self, every_s: float) -> None:
@@ -1908,7 +1957,7 @@ def _peak(values: Iterable[float | None]) -> float | None:
 
 
 def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+    return round(value) if value is not None and math.isfinite(value) else None
 
 
 def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot) -> dict[str, Any]:
@@ -2023,7 +2072,8 @@ def chunk_gaps(good: Sequence[Observation]) -> dict[str, float | None]:
 def steady_state(run: LevelRun) -> tuple[float | None, float | None]:
     """(tokens per second, window in seconds) from the moment every worker has had its first token
     to the moment the first worker finds the queue empty. A delta weighs output tokens / deltas of
-    its request; successful requests count. Both None where fewer than two rounds ended inside."""
+    its request; successful requests count. Both None where fewer than two rounds (of any requests,
+    failed ones too) ended inside."""
     first_by_worker: dict[int, float] = {}
     for item in run.finished:
         at_s = item.seen.first_token_at
@@ -2052,8 +2102,8 @@ def split_by_timings(good: Sequence[RequestRecord]) -> dict[str, Any] | None:
         timings = request.timings or {}
         prefill_ms, decode_ms, decoded = (timings.get(key) for key in ("prompt_ms", "predicted_ms", "predicted_n"))
         numbers = [value for value in (prefill_ms, decode_ms, decoded) if isinstance(value, (int, float))]
-        usable = len(numbers) == 3 and all(-MAX_COUNT < number < MAX_COUNT for number in numbers)
-        if not usable or request.ttft_s is None or not numbers[2]:
+        usable = len(numbers) == 3 and all(0 <= number <= MAX_COUNT for number in numbers) and numbers[2] >= 1
+        if not usable or request.ttft_s is None:
             continue
         prefill_s = numbers[0] / 1000
         rest_s = numbers[1] / numbers[2] / 1000
@@ -2506,7 +2556,7 @@ class Session:
             try:
                 self.route = await find_route(options.target, options.headers, options.timeout_s, options.secrets)
                 self.model = options.model or await self.only_model()
-                seen = Observation()
+                seen = Observation(most_deltas(2))
                 payload = chat_payload(options, self.model, _user(f"{WARMUP_TEXT} {self.tag()}"), 2)
                 waiting = send_chat(self.route, payload, seen)
                 await asyncio.wait_for(waiting, max(0.1, give_up_at - time.monotonic()))
@@ -2548,7 +2598,7 @@ class Session:
         """Short requests that share no text with the prompt sets, sent together and thrown away."""
         options = self.options
         self.heading()
-        seen = [Observation() for _ in range(options.warmup)]
+        seen = [Observation(most_deltas(8)) for _ in range(options.warmup)]
         for start in range(0, len(seen), max(options.concurrency)):
             batch = seen[start : start + max(options.concurrency)]
             payloads = [chat_payload(options, self.model, _user(f"{self.tag()} {WARMUP_TEXT}"), 8) for _ in batch]
@@ -2597,7 +2647,7 @@ class Session:
     async def probe(self) -> None:
         """One request by hand: show what came, and fail where a figure is missing that levels divide by."""
         options = self.options
-        seen = Observation()
+        seen = Observation(most_deltas(options.max_tokens))
         prompt = options.prompts[0] if options.prompts else built_in_prompts(options.prompt_set, self.tag)(0)
         await send_chat(self.route, chat_payload(options, self.model, prompt), seen)
         if seen.failure is not None:
@@ -2610,7 +2660,7 @@ class Session:
             else self.model,
             "text": printable(answer) or "(empty)",
             "reasoning": printable(thoughts) or None,
-            "usage": json.dumps(seen.usage),
+            "usage": as_text(seen.usage),
             "finish": seen.finish,
             "context": f"{context} tokens per sequence" if context else "the server does not say",
             "slots": slots,
@@ -2675,43 +2725,68 @@ class Session:
         return built_in_prompts(self.options.prompt_set, self.tag)
 
     async def level(self, concurrency: int, repeat: int, payloads: Sequence[bytes]) -> dict[str, Any] | None:
-        """Run, measure, print and write one level; None where not even one request ended."""
-        run = LevelRun(concurrency, len(payloads))
+        """Run, measure, write and print one level; None where not even one request ended.
+
+        Raises ClientFault, after it has written what had ended until then as an interrupted level.
+        """
+        run = LevelRun(concurrency, len(payloads), most_deltas(self.options.max_tokens))
         sampling = self.watch if self.options.sample_s is not None else None
         before = await sampling.look() if sampling else Snapshot()
         background = [asyncio.ensure_future(self.progress(run))]
         if sampling is not None and self.options.sample_s is not None:
             sampling.snapshots = []
             background.append(asyncio.ensure_future(sampling.keep_looking(self.options.sample_s)))
+        fault: ClientFault | None = None
         try:
             await run_level(self.route, concurrency, payloads, self.stop, run, self.request_ended)
+        except ClientFault as error:
+            fault = error
         finally:
             for task in background:
                 await end_task(task)
         after = await sampling.look() if sampling and not run.interrupted else Snapshot()
-        if not run.finished:
-            return None
+        record = self.finish_level(run, repeat, before, after) if run.finished else None
+        if record is None and self.stop.done():
+            self.say(f"  c={concurrency:>3}  interrupted before any of its requests had ended: no line for this level")
+        if fault is not None:
+            raise fault
+        return record
+
+    def finish_level(self, run: LevelRun, repeat: int, before: Snapshot, after: Snapshot) -> dict[str, Any]:
+        """Work out, write and print what a level has shown. No extra figure can cost it its line."""
         requests = [
             item.seen.record(item.index, run.started_at) for item in sorted(run.finished, key=lambda i: i.index)
         ]
         record = self.level_record(run, requests, repeat)
         good = [request for request in requests if request.ok]
-        record["ttft_split_s"] = split_by_timings(good)
-        if sampling is not None:
-            record["server"] = server_figures(before, sampling.snapshots, after)
-            record["ttft_split_s"] = record["ttft_split_s"] or split_by_histograms(
-                record["ttft_s"]["mean"], before, after
-            )
+        sampled = self.watch.snapshots if self.watch is not None and self.options.sample_s is not None else None
+        with self.extra("the server's figures"):
+            if sampled is not None:
+                record["server"] = server_figures(before, sampled, after)
+        with self.extra("the split of TTFT"):
+            split = split_by_timings(good)
+            record["ttft_split_s"] = split or split_by_histograms(record["ttft_s"]["mean"], before, after)
         self.write(record, requests)
-        for line in level_lines(record) + [f"         {line}" for line in [cached_disagreement(record, good)] if line]:
-            self.say(line)
-        if self.options.per_request or sampling is not None:
-            e2e = record["e2e_s"]
-            self.say(
-                f"         latency mean {_figure(e2e['mean'], '.3f')} s  max {_figure(e2e['max'], '.3f')} s  "
-                f"total {record['wall_s']:.3f} s  aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
-            )
+        with self.extra("what this level shows"):
+            disagreement = cached_disagreement(record, good)
+            for line in level_lines(record) + ([f"         {disagreement}"] if disagreement else []):
+                self.say(line)
+            if self.options.per_request or sampled is not None:
+                e2e = record["e2e_s"]
+                self.say(
+                    f"         latency mean {_figure(e2e['mean'], '.3f')} s  max {_figure(e2e['max'], '.3f')} s  "
+                    f"total {record['wall_s']:.3f} s  "
+                    f"aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
+                )
         return record
+
+    @contextlib.contextmanager
+    def extra(self, what: str) -> Iterator[None]:
+        """Work that may fail without harm, whatever a server has sent to make it fail: then a line says so."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(f"{what}: left out ({type(error).__name__}: {error})")
 
     def level_record(self, run: LevelRun, requests: Sequence[RequestRecord], repeat: int) -> dict[str, Any]:
         """The JSON line of a level; `server` and `ttft_split_s` are filled in by whoever watched."""
@@ -2794,8 +2869,9 @@ class Session:
         latency_s, decode_s = seen.last_token_at - seen.written_at, seen.last_token_at - seen.first_token_at
         tokens = seen.output_tokens[0]
         decode = f"{(tokens - 1) / decode_s:8.2f}" if decode_s > 0 else "     n/a"
+        speed = f"{tokens / latency_s:8.2f}" if latency_s > 0 else "     n/a"
         self.say(
-            f"    #{item.index:>4}  latency {latency_s:7.3f} s  tokens {tokens:>5}  tokens/s {tokens / latency_s:8.2f}"
+            f"    #{item.index:>4}  latency {latency_s:7.3f} s  tokens {tokens:>5}  tokens/s {speed}"
             f"  in its own slot {decode}"
         )
 
@@ -2829,7 +2905,7 @@ class Session:
             await asyncio.sleep(0.25)
             idle = await self.watch.is_idle()
             silent = silent + 1 if idle is None else 0
-        seen = Observation()
+        seen = Observation(most_deltas(8))
         await send_chat(self.route, chat_payload(options, self.model, _user(f"{self.tag()} {WARMUP_TEXT}"), 8), seen)
         answered = seen.failure is None
         after_s = round(time.monotonic() - begun, 3)
@@ -3008,9 +3084,14 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 
     try:
         body = json.loads(text, parse_constant=refuse)
+        too_deep = nesting(body) > MAX_NESTING
         json.dumps(body, allow_nan=False)  # 1e999 is no number either
-    except (ValueError, RecursionError):
-        body = None
+    except RecursionError:
+        body, too_deep = None, True
+    except ValueError:
+        body, too_deep = None, False
+    if too_deep:
+        raise argparse.ArgumentTypeError(f"that JSON is nested over {MAX_NESTING} deep")
     if not isinstance(body, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"ignore_eos\": true}}'")
     for name in body:

@@ -9,6 +9,7 @@ import pytest
 from fake_server import (
     CHUNKED,
     DONE,
+    HOLD,
     LAST_CHUNK,
     RESET,
     STREAM_HEAD,
@@ -29,6 +30,12 @@ COMPLETE = event(
     {"object": "chat.completion", "choices": [{"message": {"content": "hi"}}], "usage": {"completion_tokens": 1}}
 )
 HTML = "<html>\n<body><h1>502 Bad Gateway</h1>\x1b[31m</body></html>"
+
+
+def deep(depth: int) -> bytes:
+    """Lists in lists, so many."""
+    return b"[" * depth + b"1" + b"]" * depth
+
 
 KINDS: dict[str, tuple[list[Step], str, str]] = {
     # closing and resetting: https://github.com/vllm-project/vllm/pull/54628
@@ -135,6 +142,18 @@ KINDS: dict[str, tuple[list[Step], str, str]] = {
         "no_tokens",
         "without any text",
     ),
+    "an endless stream": (
+        [CHUNKED, *([chunk(delta("a") * 50)] * 21), HOLD],
+        "protocol",
+        "over 1024 text deltas, far more than --max-tokens asks for",
+    ),
+    "an endless stream, a token at a time": ([CHUNKED, *([chunk(delta("a"))] * 1025), HOLD], "protocol", "over 1024"),
+    "an error in a deep object": ([CHUNKED + chunk(b'data: {"error":' + deep(900) + b"}\n\n")], "server", "[[["),
+    "JSON too deep to read": (
+        [CHUNKED + chunk(b'data: {"error":' + deep(20000) + b"}\n\n")],
+        "protocol",
+        "expected a JSON object",
+    ),
     "tokens that usage invents": (
         [CHUNKED + chunk(delta(finish="stop") + usage(3, 7) + DONE) + LAST_CHUNK],
         "no_tokens",
@@ -152,7 +171,7 @@ def test_an_answer_that_is_none_fails_its_request_alone(kind: str, tmp_path: Pat
         return steps if request.number == 1 else [whole_stream()]
 
     with FakeServer(answer) as server:
-        result = load(server, tmp_path, "--requests", 3)
+        result = load(server, tmp_path, "--requests", 3, "--max-tokens", 5)
     assert result.code == 0 and result.err == ""
     before, bad, after = result.requests
     assert before["ok"] and after["ok"]
@@ -205,3 +224,43 @@ def test_an_answer_before_the_prompt_was_read_whole(tmp_path: Path) -> None:
         result = load(server, tmp_path, "--prompts", prompts, "--timeout", 5)
     (raw,) = result.requests
     assert result.code == 1 and raw["error_class"] == "http" and "too large" in raw["error"]
+
+
+@pytest.mark.parametrize("depth", [50, 500, 900, 20000])
+@pytest.mark.parametrize(
+    "fields", [b'"usage":{"completion_tokens":1,"x":@}', b'"timings":{"cache_n":1,"x":@}', b'"logprobs":@']
+)
+def test_no_depth_of_a_servers_json_loses_a_level(depth: int, fields: bytes, tmp_path: Path) -> None:
+    odd = b'data: {"choices":[{"delta":{"content":"b"}}],' + fields.replace(b"@", deep(depth)) + b"}\n\n"
+    with FakeServer([CHUNKED + chunk(delta("a") + odd + odd + delta(finish="stop") + DONE) + LAST_CHUNK]) as server:
+        result = load(server, tmp_path, "--requests", 2)
+        probed = load(server, tmp_path, "--probe")
+    (level,) = result.levels
+    assert level["completed"] + level["failed"] == len(result.requests) == 2
+    assert set(level["errors"]) <= {"protocol"} and (depth > 500 or level["completed"] == 2)
+    assert "Traceback" not in result.said + probed.said
+
+
+def test_an_endless_warm_up_comes_to_an_end(tmp_path: Path) -> None:
+    with FakeServer([CHUNKED, *([chunk(delta("a") * 50)] * 21), HOLD]) as server:
+        result = load(server, tmp_path, "--warmup", 1, "--max-tokens", 5)
+    assert "1 of 1 warm-up requests failed, the first with: protocol: over 1024" in result.err
+    assert result.code == 1 and result.requests[0]["error_class"] == "protocol"
+
+
+def test_an_answer_of_eight_deltas_a_token_has_an_end(tmp_path: Path) -> None:
+    """As a proxy sends that passes text on letter by letter."""
+    letters = CHUNKED + chunk(delta("a") * 1600 + delta(finish="length") + usage(3, 200) + DONE) + LAST_CHUNK
+    with FakeServer([letters]) as server:
+        result = load(server, tmp_path, "--max-tokens", 200)
+    assert result.code == 0 and result.levels[0]["output_tokens"] == 200
+
+
+def test_figures_that_no_server_can_mean_are_not_believed(tmp_path: Path) -> None:
+    odd = usage(10**9 + 1, 10**12, prompt_tokens_details={"cached_tokens": 2**53})
+    with FakeServer([CHUNKED + chunk(delta("a", finish="z" * 500000) + odd + DONE) + LAST_CHUNK]) as server:
+        result = load(server, tmp_path)
+    (raw,) = result.requests
+    assert (raw["output_tokens"], raw["token_source"]) == (1, "deltas")
+    assert raw["prompt_tokens"] is None and raw["cached_tokens"] is None
+    assert raw["finish"] == "z" * 64 and result.levels[0]["finish_reasons"] == {"z" * 64: 1}

@@ -271,6 +271,28 @@ def test_a_fault_of_this_machine_is_no_result_of_the_servers(
     assert "this machine" in line and os.strerror(number) in line
 
 
+def test_what_had_ended_before_a_fault_of_this_machine_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+    real = load_test._SocketLink.open
+
+    async def fail_the_last(self: load_test._SocketLink) -> None:
+        nonlocal opened
+        opened += 1
+        if opened == 6:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        await real(self)
+
+    monkeypatch.setattr(load_test._SocketLink, "open", fail_the_last)
+    with FakeServer(HEALTHY) as server:
+        result = load(server, tmp_path, "--concurrency", "1,2", "--requests", 6)
+    (level,) = result.levels
+    assert result.code == 1 and "this machine" in one_line(result)
+    assert level["interrupted"] and level["requests"] == level["completed"] == len(result.requests) == 5
+    assert "interrupted: this level is not whole" in result.out and "1 line(s) appended" in result.out
+
+
 # ---------------------------------------------------------------- credentials stay where they belong
 
 KEY = "sk-Geheim/0123456789+abcdef=="

@@ -109,6 +109,12 @@ def test_an_interrupted_level_says_so_and_what_had_ended_counts(tmp_path: Path) 
     assert cut["requests"] == cut["completed"] == 3 and "interrupted: this level is not whole" in result.out
 
 
+def test_an_interrupted_level_in_which_nothing_had_ended_says_so(tmp_path: Path) -> None:
+    result = Ended(tmp_path, 4, MOMENTS["after a token"], [signal.SIGINT]).result
+    assert [record["concurrency"] for record in result.levels] == [1] and len(result.requests) == 4
+    assert "  c=  2  interrupted before any of its requests had ended: no line for this level\n" in result.out
+
+
 @pytest.mark.parametrize("number", [0, 4, 11])
 @pytest.mark.parametrize("signals", [[signal.SIGINT] * 2, [signal.SIGTERM, signal.SIGINT], [signal.SIGINT] * 5])
 def test_two_signals_end_it_at_once(number: int, signals: list[signal.Signals], tmp_path: Path) -> None:

@@ -306,6 +306,47 @@ def test_figures_of_several_engines_in_one_text_are_added() -> None:
     assert load_test.parse_metrics(text + "vllm:gpu_cache_usage_perc 0.5\n") == {"running": 7.0, "cache_usage": 0.5}
 
 
+def test_metrics_that_no_server_can_mean() -> None:
+    text = "vllm:num_requests_running 1.7e308\n" * 2 + "vllm:num_requests_waiting -inf\nvllm:kv_cache_usage_perc 0.5\n"
+    assert load_test.parse_metrics(text) == {"cache_usage": 0.5}
+    endless = load_test.Snapshot(metrics={"running": math.inf, "waiting": math.nan, "cache_usage": math.inf})
+    figures = load_test.server_figures(endless, [endless], endless)
+    assert (figures["peak_running"], figures["peak_waiting"]) == (None, None)
+
+
+def test_a_metric_is_one_line() -> None:
+    """A brace that is not closed on its line reaches no further, so that a hostile text costs no quadratic time."""
+    text = 'vllm:num_requests_running{engine="0\nvllm:num_requests_waiting\n} 4\nvllm:num_requests_waiting\t2\n'
+    assert load_test.parse_metrics(text) == {"waiting": 2.0}
+
+
+def test_of_a_huge_metrics_text_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_test, "MAX_METRICS_BYTES", 40)
+    body = "vllm:prompt_tokens_total 5\n" + "# filler\n" * 5 + "vllm:num_preemptions_total 1\n"
+
+    def answer(request: Request) -> list[Step]:
+        return [whole_stream()] if request.is_chat else [as_text(body) if request.path == "/metrics" else NOT_FOUND]
+
+    with FakeServer(answer) as server:
+        result = load(server, tmp_path, "--sample", "10")
+    told = result.levels[0]["server"]
+    assert (told["prompt_tokens"], told["preemptions"]) == (0, None)
+
+
+@pytest.mark.parametrize("broken", ["server_figures", "split_by_timings", "level_lines"])
+def test_an_extra_that_fails_costs_no_level_its_line(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("as if a server had found a hole")
+
+    monkeypatch.setattr(load_test, broken, fail)
+    with FakeServer(lambda request: [whole_stream()] if request.is_chat else [NOT_FOUND]) as server:
+        result = load(server, tmp_path, "--sample", "10", "--concurrency", "1,2")
+    assert result.code == 0 and [record["completed"] for record in result.levels] == [1, 1]
+    assert result.err.count("left out (OverflowError: as if a server had found a hole)") == 2
+
+
 def test_a_server_that_restarted_has_no_difference() -> None:
     first, last = (
         load_test.Snapshot(metrics={"prompt_tokens": 90.0}),

@@ -350,6 +350,9 @@ def test_ttft_split_by_the_servers_own_clock() -> None:
         {"prompt_ms": math.inf, "predicted_ms": 1, "predicted_n": 1},
         {"prompt_ms": 10**400, "predicted_ms": 1, "predicted_n": 1},
         {"prompt_ms": None, "predicted_ms": None, "predicted_n": None},
+        {"prompt_ms": -1, "predicted_ms": 1, "predicted_n": 1},
+        {"prompt_ms": 1, "predicted_ms": -8e15, "predicted_n": 1},
+        {"prompt_ms": 1, "predicted_ms": 1, "predicted_n": 5e-324},  # the quotient would be infinite
     ],
 )
 def test_timings_that_say_nothing(timings: dict[str, Any] | None) -> None:

@@ -159,6 +159,7 @@ WRONG: dict[str, list[str]] = {
     "--raw": ["no/such/folder/raw.jsonl", ".", "", "nul\0byte"],
     "--extra-body": [
         *("", "x", "[]", "5", "null", '"text"', "{", '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', "[" * 100000),
+        *('{"a": ' + "[" * 100 + "]" * 100 + "}", '{"a":' * 20000 + "1" + "}" * 20000),
         *('{"model": "x"}', '{"stream": false}', '{"stream_options": {}}', '{"messages": []}', '{"max_tokens": 5}'),
     ],
     "--header": [
