@@ -22,23 +22,26 @@ Units: GiB and MiB are 2^30 and 2^20 bytes; bandwidth in GB/s is 10^9 bytes per 
 value or several with commas. Each figure stands beside its formula and inputs, so that it can be worked out again.
 
 Output: text, or with --json one JSON object. Exit codes: 0; 1 when a log or a result does not agree with the
-prediction, or the notebook has no such label; 2 for a wrong or contradictory option or a file that cannot be read.
+prediction, or the notebook has no such label, or the output cannot be written; 2 for a wrong or contradictory option
+or a file that cannot be read; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
+import stat
 import statistics
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn
 
 PROGRAM = "serving_arithmetic.py"
 TOOL_VERSION = "2.0.0"  # the same in all three programs
@@ -115,6 +118,8 @@ LAB_MACHINES = (
 )
 
 MAX_COUNT = 10**12  # no count, size or context that makes sense is larger
+MAX_BYTES = 10**15
+MAX_FIGURE = 1e15  # no figure of a notebook comes near it; below it, squares and sums stay finite
 MAX_HEADER_BYTES = 100 * MIB  # of a safetensors file: the format's own limit
 MAX_LINE_BYTES = 16 * MIB  # of a notebook or a log; longer lines are not ours
 
@@ -147,6 +152,19 @@ def plain(text: object) -> str:
     'a\\\\x1b[2Jb'
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def open_file(path: str) -> BinaryIO:
+    """A file, open for reading. Raises UsageError where it cannot be read, or is a folder, a pipe or a device: those
+    may never end, and a pipe that nobody writes to cannot even be opened."""
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
+            raise UsageError(f"cannot read {path}: it is {kind}, not a file; name another file")
+        return open(path, "rb")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------ model facts
@@ -292,24 +310,17 @@ def layer_row_bytes(layer: Layer, kv_type: str) -> int:
     return kv_row_bytes(layer.k_values, kv_type) + kv_row_bytes(layer.v_values, kv_type)
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_type: str) -> int:
-    """2 (keys and values) x layers x KV heads x head dim x bytes per value.
-
-    Qwen3-8B, Qwen2.5-0.5B, Llama-3.2-3B, Llama-2-7B:
-
-    >>> [kv_bytes_per_token(36, 8, 128, kv_type) for kv_type in ("f16", "q8_0", "fp8", "q4_0")]
-    [147456, 78336, 73728, 41472]
-    >>> [kv_bytes_per_token(*shape, "f16") // KIB for shape in ((24, 2, 64), (28, 8, 128), (32, 32, 128))]
-    [12, 112, 512]
-    """
-    return layers * layer_row_bytes(Layer(kv_heads * head_dim, kv_heads * head_dim), kv_type)
-
-
 def bytes_per_token(model: Model, kv_type: str) -> int:
-    """Bytes that one token takes while every layer keeps it (inside every window): the sum over the layers.
+    """Bytes that one token takes while every layer keeps it (inside every window): the sum over the layers of keys
+    and values. Where all are alike, 2 x layers x KV heads x head dim x bytes per value.
 
-    >>> bytes_per_token(lab_model(), "f16")
-    147456
+    Qwen3-8B, then Qwen2.5-0.5B, Llama-3.2-3B and Llama-2-7B:
+
+    >>> [bytes_per_token(lab_model(), kv_type) for kv_type in ("f16", "q8_0", "fp8", "q4_0")]
+    [147456, 78336, 73728, 41472]
+    >>> shapes = ((24, 2, 64), (28, 8, 128), (32, 32, 128))
+    >>> [bytes_per_token(uniform_model("toy", "here", *shape), "f16") // KIB for shape in shapes]
+    [12, 112, 512]
     """
     return sum(layer_row_bytes(layer, kv_type) for layer in model.layers)
 
@@ -417,17 +428,8 @@ def experts_touched_share(experts: int, used: float, batch: int) -> float:
     return 1.0 - (1.0 - used / experts) ** batch
 
 
-def read_per_step_bytes(weight_bytes_read: float, batch: int, context: float, kv_bytes: float) -> float:
-    """Bytes that one decoding step moves: the weights once, and every sequence's cache.
-
-    >>> read_per_step_bytes(4_671_766_528, 20, 1500, 147_456)
-    9095446528
-    """
-    return weight_bytes_read + batch * context * kv_bytes
-
-
 def step_read_bytes(model: Model, weights: Weights, batch: int, context: float, kv_type: str) -> float:
-    """`read_per_step_bytes` of a model, windows and fixed states included.
+    """Bytes that one decoding step moves: the weights once, and every sequence's cache and fixed states.
 
     >>> step_read_bytes(lab_model(), lab_model().weights[0], 20, 1500, "f16")
     9095446528
@@ -451,6 +453,14 @@ def aggregate_ceiling_tokens_per_s(bandwidth_gb_per_s: float, read_bytes: float,
     600
     """
     return batch * per_user_ceiling_tokens_per_s(bandwidth_gb_per_s, read_bytes)
+
+
+def token_bytes_of_blocks(model: Model, kv_type: str) -> int:
+    """Bytes per token, to divide by. Raises UsageError for a model that caches nothing."""
+    size = bytes_per_token(model, kv_type)
+    if not size:
+        raise UsageError(f"{model.name} has no KV cache, so no blocks either")
+    return size
 
 
 def vllm_blocks(pool: int, block_size: int, token_bytes: int) -> int:
@@ -524,20 +534,23 @@ def line_concurrency_at(a_ms: float, b_ms: float, tpot_s: float | None) -> float
     return (1000.0 * tpot_s - a_ms) / b_ms if tpot_s is not None and b_ms > 0 else None
 
 
-def knee(points: Sequence[tuple[int, float]]) -> tuple[int, int] | None:
-    """The first step between neighbouring (c, tokens per second) points, sorted by c, where the gain per added
-    request is below half of one request's throughput at the lowest c; None where there is none.
+def low_gains(points: Sequence[tuple[int, float]]) -> list[tuple[int, int]]:
+    """Every step between neighbouring (c, tokens per second) points, sorted by c, whose gain per added request is below
+    half of one request's throughput at the lowest c. The first of them is the knee.
 
-    >>> knee([(1, 46.5), (5, 181.8), (10, 285.7), (20, 400.0)])
-    (5, 10)
+    >>> low_gains([(1, 46.5), (5, 181.8), (10, 285.7), (20, 400.0)])
+    [(5, 10), (10, 20)]
     """
     if not points or points[0][1] <= 0:
-        return None
+        return []
+    steps = list(zip(points, points[1:]))
     half = points[0][1] / points[0][0] / 2
-    for (c, rate), (next_c, next_rate) in zip(points, points[1:]):
-        if (next_rate - rate) / (next_c - c) < half:
-            return c, next_c
-    return None
+    return [(c, next_c) for (c, rate), (next_c, next_rate) in steps if (next_rate - rate) / (next_c - c) < half]
+
+
+def knee(points: Sequence[tuple[int, float]]) -> tuple[int, int] | None:
+    """The first step with a low gain; None where there is none."""
+    return next(iter(low_gains(points)), None)
 
 
 # -------------------------------------------------------------------------------- model facts from a config.json
@@ -625,7 +638,7 @@ class Config:
 def read_json_object(path: str) -> Mapping[str, Any]:
     """The JSON object in a file. Raises UsageError with the reason."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             raw = file.read(MAX_HEADER_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
@@ -935,7 +948,7 @@ def safetensors_files(path: str) -> list[str]:
 def safetensors_sizes(path: str) -> dict[str, int]:
     """Bytes of each tensor, from a file's header: 8 bytes little-endian length, then that much JSON."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER_BYTES + 1
             raw = file.read(length) if length <= MAX_HEADER_BYTES else b""
@@ -996,8 +1009,8 @@ class GgufReader:
         self.tensors: dict[str, int] = {}
         self.short = False  # the file ends before its last tensor does
         try:
-            with open(path, "rb") as file:
-                self.file: BinaryIO = file
+            with open_file(path) as file:
+                self.file = file
                 self.size = os.fstat(file.fileno()).st_size
                 self.read_header()
         except OSError as error:
@@ -1307,7 +1320,21 @@ def printed(text: str, decimals: int | None = None) -> Printed:
     """
     if decimals is None:
         decimals = len(text.partition(".")[2])
+    if float(text) > MAX_COUNT or decimals > 15:
+        raise UsageError(f"the log holds {text[:20]}..., which is no size: is the file damaged?")
     return Printed(float(text), 0.5 * 10.0**-decimals)
+
+
+def logged_count(text: str) -> int:
+    """A whole number as a log printed it, with or without commas.
+
+    >>> logged_count("50,960")
+    50960
+    """
+    digits = text.replace(",", "")
+    if len(digits) > len(str(MAX_COUNT)):
+        raise UsageError(f"the log holds the number {digits[:20]}..., which counts nothing: is the file damaged?")
+    return int(digits)
 
 
 @dataclass(frozen=True)
@@ -1377,7 +1404,7 @@ VLLM_BLOCK = re.compile(r"[Ss]etting (?:attention )?block size to (\d+)|'block_s
 def log_lines(path: str) -> Iterator[str]:
     """A log's lines, whatever its bytes are; colour codes removed."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             start = file.read(4)
             if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
                 raise UsageError(f"{path} is UTF-16; save it as UTF-8")
@@ -1426,18 +1453,18 @@ class LlamaLogReader:
         self.feed_section(self.sections[-1], line)
         slots = LLAMA_SLOTS.search(line)
         if slots:
-            self.slots = int(slots[1])
+            self.slots = logged_count(slots[1])
             unified = re.search(r"kv_unified = '(\w+)'", line)
             self.unified = unified[1] == "true" if unified else None
         context = LLAMA_SLOT_CONTEXT.search(line)
         if context and self.slot_context is None:
-            self.slot_context = int(context[1] or context[2])
+            self.slot_context = logged_count(context[1] or context[2])
 
     def feed_section(self, section: LlamaLog, line: str) -> None:
         match = LLAMA_KV.search(line)
         if match:
             cells = LLAMA_CELLS.search(match[2])
-            counts = [int(count) if count else None for count in cells.groups()] if cells else [None] * 4
+            counts = [logged_count(count) if count else None for count in cells.groups()] if cells else [None] * 4
             section.lines.append(KvLine(printed(match[1]), match[3].lower(), printed(match[4]), match[5].lower(),
                                         printed(match[6]), *counts))  # fmt: skip
             return
@@ -1453,9 +1480,9 @@ class LlamaLogReader:
             elif not value.isdigit():
                 continue
             elif name == "n_ubatch":
-                section.ubatch = int(value)
+                section.ubatch = logged_count(value)
             elif section.sequence_context is None:
-                section.sequence_context = int(value)
+                section.sequence_context = logged_count(value)
 
     def finish(self) -> LlamaLog:
         found = [section for section in self.sections if section.lines or section.buffers]
@@ -1475,7 +1502,7 @@ def feed_vllm(log: VllmLog, line: str) -> None:
     """Take one line of a vLLM log in. A memory line after a tokens line begins the next start."""
     block = VLLM_BLOCK.search(line)
     if block:
-        log.block_size = int(next(group for group in block.groups() if group))
+        log.block_size = logged_count(next(group for group in block.groups() if group))
     match = VLLM_AVAILABLE.search(line)
     if match:
         which = next(index for index, group in enumerate(match.groups()) if group)
@@ -1485,10 +1512,10 @@ def feed_vllm(log: VllmLog, line: str) -> None:
         log.tokens = log.context = log.concurrency = None
     match = VLLM_TOKENS.search(line)
     if match:
-        log.tokens = int(match[1].replace(",", ""))
+        log.tokens = logged_count(match[1])
     match = VLLM_CONCURRENCY.search(line)
     if match:
-        log.context, log.concurrency = int(match[1].replace(",", "")), printed(match[2])
+        log.context, log.concurrency = logged_count(match[1]), printed(match[2])
 
 
 @dataclass(frozen=True)
@@ -1621,7 +1648,7 @@ def check_vllm(model: Model, log: VllmLog, context: int | None, kv_type: str, bl
     """Predicted blocks and tokens beside vLLM's. The pool is the stated one, else the log's within its rounding."""
     block, block_from = stated(block_size, log.block_size, BLOCK_SIZE)
     ctx, _ = stated(context, log.context, LAB_CONTEXT)
-    token_bytes = bytes_per_token(model, kv_type)
+    token_bytes = token_bytes_of_blocks(model, kv_type)
     rows: list[Comparison] = []
     block_from = block_from if block_size or log.block_size else "the default on a GPU"
     notes = [f"blocks of {block} tokens ({block_from}), cache type {kv_type}: {token_bytes:,} B per token"]
@@ -1781,6 +1808,25 @@ def refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def oversized(path: str, value: Any) -> str | None:
+    """The first figure of a record that is too large to have been measured; None where all can be.
+
+    >>> oversized("", {"ttft_s": {"p50": 0.1, "p90": 1e300}}), oversized("", {"concurrency": 20})
+    ('ttft_s.p90 is 1e+300: beyond anything that can be measured', None)
+    """
+    if isinstance(value, Mapping):
+        faults = (
+            oversized(f"{path}.{key}" if path else str(key), inner)
+            for key, inner in value.items()
+            if key != "extra_body"
+        )  # the user's own, in which any number may stand
+        return next(filter(None, faults), None)
+    if not isinstance(value, (int, float)) or abs(value) <= MAX_FIGURE:
+        return None
+    shown = f"{value:g}" if isinstance(value, float) else f"a number of {len(str(abs(value)))} digits"
+    return f"{plain(path)} is {shown}: beyond anything that can be measured"
+
+
 def notebook_record(raw: bytes) -> Mapping[str, Any] | None:
     """The level record on a line, or None. Raises ValueError where a line of this lab is damaged or of a version
     that is not known here."""
@@ -1799,6 +1845,8 @@ def notebook_record(raw: bytes) -> Mapping[str, Any] | None:
     if schema(record) not in KNOWN_SCHEMAS:
         version = json.dumps(record["schema"])[:20]
         raise ValueError(f"format version {version} is not known here (1 and 2 are)")
+    if fault := oversized("", record):
+        raise ValueError(fault)
     c = record.get("concurrency")
     return record if isinstance(c, int) and not isinstance(c, bool) and c > 0 else None
 
@@ -1807,7 +1855,7 @@ def read_notebook(path: str) -> tuple[list[Mapping[str, Any]], list[str]]:
     """(whole level records in file order, what is to be said about the file)."""
     records, notes = [], []
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
                     raise UsageError(f"{path} is UTF-16; save it as UTF-8")
@@ -2076,17 +2124,6 @@ def explain_step(measured: Measured, predicted: Line | None, low: int, high: int
     return "compute", numbers + f"; the rest is compute and overhead per sequence, {rest:.2f} ms each"
 
 
-def low_gains(points: Sequence[tuple[int, float]]) -> list[tuple[int, int]]:
-    """Every step whose gain per added request is below half of one request's throughput at the lowest level.
-
-    >>> low_gains([(1, 46.5), (5, 181.8), (10, 285.7), (20, 400.0)])
-    [(5, 10), (10, 20)]
-    """
-    steps = list(zip(points, points[1:]))
-    half = points[0][1] / points[0][0] / 2 if points else 0.0
-    return [(c, next_c) for (c, rate), (next_c, next_rate) in steps if (next_rate - rate) / (next_c - c) < half]
-
-
 # -------------------------------------------------------------------------------------------------------- rendering
 
 
@@ -2273,9 +2310,7 @@ def weights_json(weights: Weights) -> dict[str, Any]:
 def vllm_json(options: Options, kv_type: str, context: int) -> dict[str, Any]:
     """vLLM's blocks in the stated pool."""
     pool, block = options.available_kv_bytes or 0, options.block_size or BLOCK_SIZE
-    token_bytes = bytes_per_token(options.model, kv_type)
-    if not token_bytes:
-        raise UsageError(f"{options.model.name} has no KV cache, so no blocks either")
+    token_bytes = token_bytes_of_blocks(options.model, kv_type)
     blocks = vllm_blocks(pool, block, token_bytes)
     return {"kv_type": kv_type, "available_bytes": pool, "block_size": block, "bytes_per_token": token_bytes,
             "blocks": blocks, "tokens": vllm_tokens(blocks, block), "context": context,
@@ -2483,7 +2518,7 @@ def meet(options: Options) -> Meeting:
     pool = None
     if options.available_kv_bytes is not None:
         block = options.block_size or BLOCK_SIZE
-        pool = vllm_tokens(vllm_blocks(options.available_kv_bytes, block, bytes_per_token(model, kv_type)), block)
+        pool = vllm_tokens(vllm_blocks(options.available_kv_bytes, block, token_bytes_of_blocks(model, kv_type)), block)
     only = predicted[0] if len(options.machines) == 1 else None
     code, sentence = explain_knee(measured, only, pool)
     return Meeting(measured, weights, weights_from, kv_type, kv_type_from, predicted, shares, code, sentence)
@@ -2612,26 +2647,36 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """A whole number from 1 to 10^12."""
-    if not re.fullmatch(r"[0-9]{1,13}", text) or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+    if not re.fullmatch(r"[0-9]+", text) or not text.strip("0"):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number above 0")
+    return limited_number(text, MAX_COUNT)
+
+
+def limited_number(digits: str, most: int) -> int:
+    """The number of some digits; refused, with the limit, above it."""
+    short = digits.lstrip("0") or "0"
+    if len(short) > len(str(most)) or int(short) > most:
+        raise argparse.ArgumentTypeError(f"{digits[:40]!r} is too large: at most {count_text(most)}")
+    return int(short)
 
 
 def byte_count(text: str) -> int:
     """A number of bytes, 0 allowed."""
-    if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes")
-    return int(text)
+    if not re.fullmatch(r"[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of bytes")
+    return limited_number(text, MAX_BYTES)
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """A number above 0 and at most 10^12."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or not 0 < value <= MAX_COUNT or "_" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not value > 0 or "_" in text or "inf" in text.lower():
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+    if value > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large: at most {count_text(MAX_COUNT)}")
     return value
 
 
@@ -2822,11 +2867,44 @@ def run_check(options: Options, path: str) -> tuple[str, int]:
 
 
 def as_text(options: Options, text: Callable[[], str], data: Callable[[], Mapping[str, Any]]) -> str:
-    return json.dumps(data(), allow_nan=False) + "\n" if options.as_json else text()
+    return json.dumps(finite(data()), allow_nan=False) + "\n" if options.as_json else text()
+
+
+def finite(value: Any) -> Any:
+    """A value for strict JSON: a quotient that ran out of a float's range is null.
+
+    >>> finite({"a": [1.5, float("inf")]})
+    {'a': [1.5, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def silence(stream: IO[str]) -> None:
+    """Give a stream that cannot be written another place to write to, or the interpreter complains when it leaves."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def complain(message: str) -> None:
+    """One line on standard error. Where that is closed or full, the exit code alone has to say it."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(f"{PROGRAM}: {message}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        silence(sys.stderr)
 
 
 def emit(text: str) -> int:
-    """Write to standard output; a reader that has gone away (head) is no error."""
+    """Write to standard output and return the exit code; a reader that has gone away (head) is no error."""
+    if sys.stdout is None:
+        complain("cannot write the output: standard output is closed")
+        return 1
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
@@ -2834,31 +2912,36 @@ def emit(text: str) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's own flush at exit stays quiet
+        silence(sys.stdout)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"{PROGRAM}: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        silence(sys.stdout)
+        complain(f"cannot write the output: {error.strerror or error}")
         return 1
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    parser = build_parser()
     try:
+        parser = build_parser()
         args = parser.parse_args(argv)
         if args.help:
             return emit(parser.format_help())
         if args.version:
             return emit(f"{PROGRAM} {TOOL_VERSION}\n")
         text, code = run(parse_options(args))
+        return emit(text) or code
     except UsageError as error:
-        print(f"{PROGRAM}: {plain(error)}", file=sys.stderr)
+        complain(plain(error))
+        return 2
+    except OverflowError:
+        complain("a number in the model's files is beyond anything that can be counted: is one of them damaged?")
         return 2
     except ResultError as error:
-        print(f"{PROGRAM}: {plain(error)}", file=sys.stderr)
+        complain(plain(error))
         return 1
-    return emit(text) or code
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

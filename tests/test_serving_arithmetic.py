@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -176,8 +177,8 @@ def test_cache_per_token_is_linear_in_layers_and_never_below_the_exact_size(
     layers: int, heads: int, dim: int, kv_type: str
 ) -> None:
     stored = sa.KV_TYPES[kv_type]
-    size = sa.kv_bytes_per_token(layers, heads, dim, kv_type)
-    assert size == layers * sa.kv_bytes_per_token(1, heads, dim, kv_type)
+    size = sa.bytes_per_token(sa.uniform_model("m", "here", layers, heads, dim), kv_type)
+    assert size == layers * sa.bytes_per_token(sa.uniform_model("m", "here", 1, heads, dim), kv_type)
     exact = 2 * layers * heads * dim * stored.block_bytes / stored.block_values
     assert exact <= size <= exact + 2 * layers * stored.block_bytes
 
@@ -207,7 +208,9 @@ def test_the_line_is_recovered_from_points_on_it(a: float, b: float, cs: list[in
         ("--slots 0", "--slots: '0' is not a whole number above 0"),
         ("--slots -4", "'-4'"),
         ("--slots 2.5", "'2.5'"),
-        ("--slots 99999999999999999999", "is not a whole number"),
+        ("--slots 99999999999999999999", "'99999999999999999999' is too large: at most 1,000,000,000,000"),
+        ("--memory 1e13", "--memory: '1e13' is too large: at most 1,000,000,000,000"),
+        ("--weights-bytes 9999999999999999", "is too large: at most 1,000,000,000,000,000"),
         ("--ctx 1e3", "'1e3'"),
         ("--ctx 4,096", "'4,096'"),
         ("--bandwidth nan", "--bandwidth: 'nan' is not a number above 0"),
@@ -235,7 +238,7 @@ def test_the_line_is_recovered_from_points_on_it(a: float, b: float, cs: list[in
         ("--check-log x --memory 3", "no use for --memory"),
         ("--measured x --memory 3", "--measured has no use for --memory"),
         ("--check-log nowhere.log", "cannot read nowhere.log: No such file"),
-        ("--check-log .", "cannot read .: Is a directory"),
+        ("--check-log .", "cannot read .: it is a folder, not a file"),
         ("--measured nowhere.md --label x", "cannot read nowhere.md"),
         ("--config nowhere.json", "cannot read nowhere.json"),
         ("--gguf nowhere.gguf", "cannot read nowhere.gguf"),
@@ -284,12 +287,61 @@ def test_a_reader_that_goes_away_is_no_error(root: Path, options: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_is_said(root: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, str(root / PROGRAM)], stdout=full, stderr=subprocess.PIPE, timeout=60)
-    assert done.returncode == 1
-    assert b"cannot write the output: No space left" in done.stderr and b"Traceback" not in done.stderr
+def redirected(root: Path, arguments: str, redirect: str) -> subprocess.CompletedProcess[str]:
+    """The program under a shell that redirects its output."""
+    if "/dev/full" in redirect and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    command = f"exec '{sys.executable}' '{root / PROGRAM}' {arguments} {redirect}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, encoding="utf-8", timeout=60)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize("arguments", ["", "--help", "--version", "--json"])
+@pytest.mark.parametrize(("redirect", "why"), [(">&-", "standard output is closed"), (">/dev/full", "No space left")])
+def test_output_that_cannot_be_written_is_said(root: Path, arguments: str, redirect: str, why: str) -> None:
+    done = redirected(root, arguments, redirect)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{PROGRAM}: cannot write the output: {why}")
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full", ">&- 2>&-"])
+def test_bad_input_ends_with_2_where_nothing_can_be_said(root: Path, redirect: str) -> None:
+    done = redirected(root, "--check-log nowhere.log", redirect)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("build_parser", "parse_options", "run", "emit"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sa, name, interrupt)
+            assert sa.main([]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("option", ["--measured", "--check-log", "--config", "--gguf", "--safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+def test_what_is_no_file_is_refused_before_it_is_read(
+    run_program: RunProgram, tmp_path: Path, option: str, kind: str
+) -> None:
+    path = tmp_path / "a thing"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+    done = run_program(PROGRAM, option, path, timeout=30)
+    assert done.returncode == 2 and f"cannot read {path}: it is a " in done.stderr and "not a file" in done.stderr
+
+
+@pytest.mark.parametrize("heads", [10**400, [10**400]])
+def test_a_shape_beyond_every_number_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], heads: Any) -> None:
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 32, "num_key_value_heads": heads}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert sa.main(["--config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_output_survives_an_ascii_terminal(run_program: RunProgram, tmp_path: Path) -> None:

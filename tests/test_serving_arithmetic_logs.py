@@ -455,6 +455,42 @@ def test_tokens_without_memory_ask_for_it(capsys: pytest.CaptureFixture[str], tm
     assert sa.main(["--check-log", str(path), "--available-kv", "7"]) == 0
 
 
+DIGITS = "9" * 400
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        LAB.replace("11520.00", DIGITS + ".00"),
+        slots_line() + f"n_slots = {DIGITS}\n" + LAB,
+        LAB + f"n_slots = {DIGITS}, n_ctx_slot = 4096\n",
+        ONE_LINE.format(DIGITS, "12.44"),
+        f"Available KV cache memory: {DIGITS} GiB\n" + ONE_LINE.format("50,960", "12.44"),
+        "Available KV cache memory: 7.0 GiB\n" + ONE_LINE.format("50,960", DIGITS),
+        f"setting block size to {'9' * 5000}\n" + LAB,
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_number_that_counts_nothing_is_a_damaged_log(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, log: str, extra: list[str]
+) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(log, encoding="utf-8")
+    assert sa.main(["--check-log", str(path), *extra]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "is the file damaged?" in err and len(err) < 200
+
+
+def test_a_model_without_a_cache_has_no_blocks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 8, "state_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path = tmp_path / "server.log"
+    path.write_text("Available KV cache memory: 7.0 GiB\n" + ONE_LINE.format("50,960", "12.44"), encoding="utf-8")
+    assert sa.main(["--check-log", str(path), "--config", str(tmp_path)]) == 2
+    assert "has no KV cache, so no blocks either" in capsys.readouterr().err
+
+
 def test_the_text_says_the_verdict_last(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text(LAB, encoding="utf-8")

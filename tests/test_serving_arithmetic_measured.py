@@ -288,6 +288,24 @@ def test_one_level_has_no_line_and_says_so(capsys: pytest.CaptureFixture[str], t
     assert "not possible: it needs a TPOT at two different levels" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [1e300, 10**200, -1e308])
+@pytest.mark.parametrize("field", ["output_tokens", "prompt_tokens_mean", "output_tokens_per_s", "completed"])
+def test_a_figure_that_cannot_have_been_measured_is_damage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, number: float
+) -> None:
+    path = notebook(tmp_path, *map(level, LEVELS), {**level(40), field: number})
+    (note,) = measured(capsys, path)["notes"]
+    assert note.startswith(f"line 5: {field} is ") and note.endswith("beyond anything that can be measured; left out")
+
+
+def test_a_quotient_beyond_a_float_is_null_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny = {"p50": 5e-324, "p90": 5e-324}
+    path = notebook(tmp_path, level(1, tpot_s={"p50": 0.0, "p90": 0.0}), level(5, tpot_s=tiny), level(10, tpot_s=tiny))
+    measured(capsys, path, "--bandwidth", "1e12")
+    monster = sa.finite({"a": [float("inf"), (1.5, float("nan"))]})
+    assert monster == {"a": [None, [1.5, None]]}
+
+
 FIELDS = sorted(level(1).keys() - {"lab", "label", "ttft_s", "concurrency"})
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=3),
