@@ -42,6 +42,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -85,6 +86,7 @@ SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, 
 COALESCED_MIN_TOKENS = 8
 COALESCED_MOMENTS = 3
 START_TOGETHER = 8  # workers that start before the event loop looks at the connections again
+LOCK_LIMIT_S, LOCK_RETRY_S = 10.0, 0.02  # another run holds the notebook's lock for one write
 SENTINEL_S = 0.05  # how often the client looks at its own lateness
 PROGRESS_S = 0.5
 FIRST_LOOK_S = 0.05  # a look at the moment a level starts would find its server idle
@@ -1673,10 +1675,12 @@ async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout
 
 class Printer:
     """Writes lines from a thread of its own, so that a slow terminal or pipe is never
-    inside a request's path. A closed pipe silences it; the measurement goes on."""
+    inside a request's path. A closed pipe silences it; the measurement goes on.
+    `broken` says that something could not be written, or that there is no stream."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: IO[str] | None) -> None:
         self._stream = stream
+        self.broken = stream is None
         self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -1692,15 +1696,17 @@ class Printer:
     def _work(self) -> None:
         while True:
             item = self._lines.get()
-            if isinstance(item, str):
-                with contextlib.suppress(OSError, ValueError):
+            if not isinstance(item, str):
+                item.set()
+            elif self._stream is not None:
+                try:
                     try:
                         self._stream.write(item)
                     except UnicodeEncodeError:  # a terminal that knows fewer characters
                         self._stream.write(item.encode("ascii", "backslashreplace").decode())
                     self._stream.flush()
-            else:
-                item.set()
+                except (OSError, ValueError):
+                    self.broken = True
 
 
 class Sentinel:
@@ -2324,35 +2330,72 @@ APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
 def check_appendable(path: str, option: str) -> None:
-    """Open a file for appending and close it again. Raises UsageError with the reason."""
+    """Open a file for appending and close it again; where there was none, there is none afterwards.
+    Raises UsageError with the reason."""
     try:
         if os.path.exists(path) and not (os.path.isfile(path) or stat.S_ISCHR(os.stat(path).st_mode)):
             raise UsageError(f"{option} {path}: is not a file; name a file to append to")
-        os.close(os.open(path, APPENDING, 0o666))
+        new = not os.path.lexists(path)
+        descriptor = os.open(path, APPENDING, 0o666)
+        if new and os.fstat(descriptor).st_size == 0:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os.close(descriptor)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{option} {path}: cannot be written ({reason}); nothing was sent") from None
+
+
+def lock_file(descriptor: int) -> None:
+    """Take a file's lock. Raises OSError where another program holds it for over LOCK_LIMIT_S."""
+    give_up_at = time.monotonic() + LOCK_LIMIT_S
+    while fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at:
+                raise OSError(errno.EAGAIN, f"another program holds its lock for over {LOCK_LIMIT_S:g} s") from None
+        except OSError:  # some network file systems have no locks
+            return
+        time.sleep(LOCK_RETRY_S)
+
+
+def open_locked(path: str) -> int:
+    """A descriptor to append to a file with, under a lock. Raises OSError."""
+    descriptor = os.open(path, APPENDING, 0o666)
+    try:
+        lock_file(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def append_lines(path: str, lines: Sequence[str]) -> None:
     """Append whole lines in one write under a lock, and have them on disk when this returns.
 
     A file that does not end in a newline (torn by a crash) gets one first, so that the new
-    line is not glued to it. Raises OSError, also where only a part could be written.
+    line is not glued to it. Raises OSError; where only a part could be written, that is taken
+    back, so that the file is as it was.
     """
     data = "".join(line + "\n" for line in lines).encode("utf-8")
-    descriptor = os.open(path, APPENDING, 0o666)
+    descriptor = open_locked(path)
+    if not os.fstat(descriptor).st_nlink:  # removed since, as by a run that only looked whether it can be made
+        os.close(descriptor)
+        descriptor = open_locked(path)
     try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
+        before = os.fstat(descriptor)
+        size = before.st_size
         if size:
             os.lseek(descriptor, size - 1, os.SEEK_SET)
             data = data if os.read(descriptor, 1) == b"\n" else b"\n" + data
-        if os.write(descriptor, data) != len(data):
+        written = os.write(descriptor, data)
+        if written != len(data):
+            if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == size + written:
+                os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, "only a part could be written")
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if stat.S_ISREG(before.st_mode):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -2446,9 +2489,9 @@ class Session:
     def __init__(self, options: Options) -> None:
         self.options = options
         human = sys.stderr if options.json else sys.stdout
-        self.out = Printer(human if human is not None else open(os.devnull, "w"))  # noqa: SIM115 - lives as long as we do
-        self.records = self.out if human is sys.stdout else Printer(sys.stdout or open(os.devnull, "w"))  # noqa: SIM115
-        self.err = Printer(sys.stderr if sys.stderr is not None else open(os.devnull, "w"))  # noqa: SIM115
+        self.out = Printer(human)
+        self.records = self.out if human is sys.stdout else Printer(sys.stdout)
+        self.err = Printer(sys.stderr)
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tag = random_tags(options.seed)
         now = datetime.datetime.now()
@@ -2472,6 +2515,29 @@ class Session:
         """A record on stdout, there when this returns."""
         self.records.put(line + "\n")
         self.records.drain()
+
+    def append(self, option: str, path: str, lines: Sequence[str], other: Printer) -> int:
+        """Append lines to a file and return how many were: all, or none, which is a fault. They then go to
+        the `other` stream, and where that fails too, into a new file of the temporary folder."""
+        try:
+            append_lines(path, lines)
+            return len(lines)
+        except OSError as error:
+            reason = error.strerror
+        for line in lines:
+            other.put(line + "\n")
+        other.drain()
+        stream = "stderr" if other is self.err else "stdout"
+        if not other.broken:
+            self.fault(f"{option} {path}: {reason}; what was to go there stands on {stream} instead")
+            return 0
+        try:
+            rescue = os.path.join(tempfile.gettempdir(), f"load_test-{self.run_id}.jsonl")
+            append_lines(rescue, lines)
+            self.fault(f"{option} {path}: {reason}; {stream} cannot be written either; kept in {rescue}")
+        except OSError as error:
+            self.fault(f"{option} {path}: {reason}; {stream} and the temporary folder fail too: {error.strerror}")
+        return 0
 
     def fault(self, text: str) -> None:
         self.warn(text)
@@ -2833,27 +2899,16 @@ class Session:
         """Append the level's line, and its requests to the raw file; print what cannot be appended."""
         options = self.options
         line = strict_json(record)
-        try:
-            append_lines(options.labbook, [line])
-            self.lines_written += 1
-        except OSError as error:
-            self.fault(f"--labbook {options.labbook}: {error.strerror}; the line stands on stdout instead")
-            if not options.json:
-                self.save(line)
-        if options.json:
+        appended = self.append("--labbook", options.labbook, [line], self.records)
+        self.lines_written += appended
+        if options.json and appended:
             self.save(line)
         if options.raw is None:
             return
         shared = {"label": options.label, "run_id": self.run_id, "repeat": record["repeat"]}
         shared["concurrency"] = record["concurrency"]
         raw = [strict_json({**shared, **dataclasses.asdict(request)}) for request in requests]
-        try:
-            append_lines(options.raw, raw)
-            self.raw_written += len(raw)
-        except OSError as error:
-            self.fault(f"--raw {options.raw}: {error.strerror}; the requests of this level stand on stderr instead")
-            for text in raw:
-                self.err.put(text + "\n")
+        self.raw_written += self.append("--raw", options.raw, raw, self.err)
 
     # -- while it runs, and after it
 
@@ -2927,12 +2982,7 @@ class Session:
                 "after_s": after_s,
             }
         )
-        try:
-            append_lines(options.labbook, [line])
-            self.lines_written += 1
-        except OSError as error:
-            self.fault(f"--labbook {options.labbook}: {error.strerror}; the recovery line stands on stdout instead")
-            self.save(line)
+        self.lines_written += self.append("--labbook", options.labbook, [line], self.records)
         state = {True: "idle", False: "still busy", None: "silent about its load"}[idle]
         self.say(
             f"recovery: server {state}, fresh request {'answered' if answered else 'failed'}, after {after_s:.1f} s"

@@ -110,9 +110,9 @@ def test_an_interrupted_level_says_so_and_what_had_ended_counts(tmp_path: Path) 
 
 
 def test_an_interrupted_level_in_which_nothing_had_ended_says_so(tmp_path: Path) -> None:
-    result = Ended(tmp_path, 4, MOMENTS["after a token"], [signal.SIGINT]).result
-    assert [record["concurrency"] for record in result.levels] == [1] and len(result.requests) == 4
-    assert "  c=  2  interrupted before any of its requests had ended: no line for this level\n" in result.out
+    result = Ended(tmp_path, 0, MOMENTS["after a token"], [signal.SIGINT]).result
+    assert result.code == 130 and result.levels == result.requests == []
+    assert "  c=  1  interrupted before any of its requests had ended: no line for this level\n" in result.out
 
 
 @pytest.mark.parametrize("number", [0, 4, 11])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,9 +197,11 @@ def test_a_full_disk_for_the_raw_file_puts_its_lines_on_stderr(tmp_path: Path) -
     assert "0 request(s) appended" in result.out
 
 
-def test_a_disk_that_fills_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    """A line is cut at 1 KiB: it stands on stdout instead, and the next run mends the tear."""
+@pytest.mark.parametrize("before", [b"", b"kept\n", b"kept, torn"])
+def test_a_disk_that_fills_in_the_middle_of_a_line(before: bytes, tmp_path: Path) -> None:
+    """A line is cut at 1 KiB: it stands on stdout instead, and its half is taken back."""
     book = tmp_path / "book.md"
+    book.write_bytes(before)
     with FakeServer(HEALTHY) as server:
         argv = arguments(tmp_path, server.base_url, "--label", "cut")
         argv[argv.index("--raw") : argv.index("--raw") + 2] = []
@@ -207,9 +210,9 @@ def test_a_disk_that_fills_in_the_middle_of_a_line(tmp_path: Path) -> None:
         assert result.code == 1 and "only a part" in result.err
         (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
         assert strict_json(line)["label"] == "cut"
-        assert book.stat().st_size == 1024 and not book.read_bytes().endswith(b"\n")
+        assert book.read_bytes() == before
         assert load(server, tmp_path, "--label", "after").code == 0
-    assert book_of(book)["label"] == "after" and book.read_bytes().count(b"\n") == 2
+    assert book_of(book)["label"] == "after" and book.read_bytes().startswith(before)
 
 
 @needs_dev_full
@@ -222,6 +225,88 @@ def test_a_full_disk_and_a_closed_pipe_lose_no_level_of_the_raw_file(tmp_path: P
             os.close(writing)
             result = running.finish()
     assert result.code == 1 and len(result.requests) == 4 and "Traceback" not in result.err
+
+
+@needs_dev_full
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_full_disk_and_no_stdout_keep_the_lines_in_the_temporary_folder(
+    more: list[str], stdout: str, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    redirection = ">/dev/full" if stdout == "full" else ">&-"
+    with FakeServer(HEALTHY) as server:
+        argv = arguments(tmp_path, server.base_url, "--labbook", "/dev/full", "--concurrency", "1,2", *more)
+        prefix = ["bash", "-c", f'exec "$0" "$@" {redirection}']
+        with Running(tmp_path, argv, prefix=prefix, env={"TMPDIR": str(temporary)}) as running:
+            result = running.finish()
+    (rescue,) = temporary.iterdir()
+    assert [record["concurrency"] for record in read_records(rescue)] == [1, 2]
+    assert result.code == 1 and result.err.count(f"kept in {rescue}\n") == 2 and "Traceback" not in result.err
+
+
+@needs_dev_full
+def test_where_nothing_takes_a_line_that_is_said(tmp_path: Path) -> None:
+    with FakeServer(HEALTHY) as server:
+        argv = arguments(tmp_path, server.base_url, "--labbook", "/dev/full")
+        with Running(tmp_path, argv, prefix=["bash", "-c", 'ulimit -f 0; exec "$0" "$@" >/dev/full']) as running:
+            result = running.finish()
+    assert (
+        result.code == 1 and "stdout and the temporary folder fail too" in result.err and "Traceback" not in result.err
+    )
+
+
+def test_a_lock_that_is_never_given_up_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_test, "LOCK_LIMIT_S", 0.1)
+    with (tmp_path / "book.md").open("ab") as held, FakeServer(HEALTHY) as server:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        result = load(server, tmp_path)
+    assert result.code == 1 and "another program holds its lock" in one_line(result)
+    (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
+    assert strict_json(line)["completed"] == 1 and result.levels == []
+
+
+def test_a_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "book.md").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waited = 0
+
+        def wait(_: float) -> None:
+            nonlocal waited
+            waited += 1
+            if waited == 3:
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", wait)
+        load_test.append_lines(str(tmp_path / "book.md"), ["one"])
+    assert waited == 3 and (tmp_path / "book.md").read_text("utf-8") == "one\n"
+
+
+@pytest.mark.parametrize("cause", ["no server", "refused"])
+def test_a_run_that_measured_nothing_leaves_no_empty_file_behind(cause: str, free_port: int, tmp_path: Path) -> None:
+    with FakeServer([b"HTTP/1.1 401 No\r\n\r\n"]) as server:
+        url = f"http://127.0.0.1:{free_port}" if cause == "no server" else server.base_url
+        result = load(url, tmp_path, "--warmup", 1)
+        assert result.code == 1 and list(tmp_path.iterdir()) == []
+        (tmp_path / "book.md").touch()
+        load(url, tmp_path, "--warmup", 1)
+    assert (tmp_path / "book.md").exists()  # what was there stays
+
+
+def test_a_line_never_goes_into_a_file_that_was_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book, real = tmp_path / "book.md", load_test.lock_file
+
+    def remove_first(descriptor: int) -> None:
+        monkeypatch.setattr(load_test, "lock_file", real)
+        book.unlink()
+        real(descriptor)
+
+    monkeypatch.setattr(load_test, "lock_file", remove_first)
+    load_test.append_lines(str(book), ["one"])
+    assert book.read_text("utf-8") == "one\n"
 
 
 @pytest.mark.parametrize("change", ["replaced", "removed", "turned into a folder", "folder removed"])
