@@ -187,8 +187,9 @@ class Reference:
             if choice.get("finish_reason") == "error":
                 self._end(at_s, "server")
                 return
-            if choice.get("finish_reason"):
-                self.finish = str(choice["finish_reason"])
+            reason = choice.get("finish_reason")
+            if reason:
+                self.finish = (reason if isinstance(reason, str) else json.dumps(reason))[: load_test.MAX_FINISH_CHARS]
             part = choice.get("delta")
             if not isinstance(part, dict):
                 continue
