@@ -18,6 +18,11 @@ that cannot be written (found before the first request); 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C, not even during the imports below
+
 import argparse
 import array
 import asyncio
@@ -28,6 +33,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import gc
 import json
 import math
@@ -36,7 +42,6 @@ import queue
 import random
 import re
 import secrets
-import signal
 import socket
 import ssl
 import stat
@@ -75,7 +80,10 @@ SILENT_LOOKS = 4  # looks in a row without any load told, after which the server
 MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
+SECRET_NAME = re.compile("auth|cookie|credential|key|passw|secret|session|signature|token", re.IGNORECASE)
+SECRET_CHARS = 8  # the value of any header of this length may be one
 MAX_MESSAGE_CHARS = 300
+LONG_WORD = 40  # what is longer may be cut anywhere
 MAX_COUNT = 10**9  # no prompt, answer or context comes near it: a larger count is noise
 MAX_METRIC = 2**53  # what a float holds exactly; counters of a server may grow for years
 MAX_METRICS_BYTES = 4 * 1024 * 1024  # vLLM's /metrics has some 100 KB for each of its engines
@@ -350,10 +358,18 @@ def quote(data: bytes, limit: int = 60) -> str:
     return repr(shown) + ("..." if len(data) > limit else "")
 
 
-def printable(text: str) -> str:
-    """One line of at most MAX_MESSAGE_CHARS characters without control characters."""
+def printable(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
+    """One line of at most `limit` characters without control characters, cut after a word where one ends near.
+
+    >>> printable("one\\ntwo three", 11)
+    'one two...'
+    """
     line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
+    if len(line) <= limit:
+        return line
+    cut = line[: limit - 3]
+    space = line.rfind(" ", max(0, limit - 3 - LONG_WORD), limit - 2)
+    return (cut if space < 0 else cut[:space]) + "..."
 
 
 def terminal_safe(text: str) -> str:
@@ -871,9 +887,10 @@ class Observation:
 
     # -- what the connection tells
 
-    def fail(self, error_class: str, message: str, at_s: float) -> None:
+    def fail(self, error_class: str, message: str, at_s: float, status: int | None = None) -> None:
         if not self.over:
-            self.failure = Failure(error_class, printable(f"{error_class}: {message}"))
+            start = error_class if status is None else f"{error_class} {status}"
+            self.failure = Failure(error_class, printable(f"{start}: {message}"))
             self.over, self.ended_at = True, at_s
 
     def feed(self, data: bytes, at_s: float) -> None:
@@ -1020,8 +1037,7 @@ class Observation:
         if head.status != 200:
             where = head.headers.get("location")
             moved = f"redirected to {where}; give that address as --base-url. " if where and head.status < 400 else ""
-            self.fail("http", f"{head.status}: {moved}{text}", at_s)
-            self.failure = Failure("http", printable(f"http {head.status}: {moved}{text}"))
+            self.fail("http", f"{moved}{text}", at_s, head.status)
         elif isinstance(doc, dict) and doc.get("error"):
             self.fail("server", text, at_s)
         else:
@@ -1642,19 +1658,48 @@ async def fetch_json(route: Route, path: str) -> Json:
     status, body = await fetch(route, path)
     text = body.decode("utf-8", "replace")
     if status != 200:
-        raise ControlError(f"http {status} from {path}: {route.secrets.hide(printable(text))[:120]}", status)
+        raise ControlError(f"http {status} from {path}: {printable(route.secrets.hide(printable(text)), 120)}", status)
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise ControlError(f"{path} did not answer JSON: {route.secrets.hide(quote(body))}") from None
 
 
+async def from_thread(call: Callable[[], Any]) -> Any:
+    """What a blocking call returns or raises, from a thread that nobody waits for when we leave."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if outcome.done():  # given up
+            return
+        if error is None:
+            outcome.set_result(value)
+        else:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = call()
+        except Exception as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await outcome
+
+
 async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout_s: float, hidden: Secrets) -> Route:
     """Resolve the host once, try every address, keep the one that answers. Raises ServerFault."""
-    loop = asyncio.get_running_loop()
     tls = ssl.create_default_context() if target.scheme == "https" else None
+    limit_s = min(CONNECT_LIMIT_S, timeout_s)
+    look_up = functools.partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:
-        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        found = await asyncio.wait_for(from_thread(look_up), limit_s)
+    except asyncio.TimeoutError:
+        raise ServerFault(f"cannot resolve the host of {target.base_url}: no answer within {limit_s:g} s") from None
     except (OSError, UnicodeError) as error:
         raise ServerFault(f"cannot resolve the host of {target.base_url}: {error}") from None
     tried: list[str] = []
@@ -2620,7 +2665,8 @@ class Session:
         reason = "no attempt was made"
         while True:
             try:
-                self.route = await find_route(options.target, options.headers, options.timeout_s, options.secrets)
+                finding = find_route(options.target, options.headers, options.timeout_s, options.secrets)
+                self.route = await asyncio.wait_for(finding, max(0.1, give_up_at - time.monotonic()))
                 self.model = options.model or await self.only_model()
                 seen = Observation(most_deltas(2))
                 payload = chat_payload(options, self.model, _user(f"{WARMUP_TEXT} {self.tag()}"), 2)
@@ -2681,12 +2727,13 @@ class Session:
         options = self.options
         command = [sys.executable, os.path.abspath(__file__), NULL_SERVER]
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+            # in a session of its own: a terminal's Ctrl-C is ours alone, and it ends with its stdin
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, start_new_session=True)
         except OSError as error:
             raise ClientFault(f"--calibrate: the second process did not start ({error.strerror})") from None
         try:
             assert process.stdout is not None
-            said = await asyncio.get_running_loop().run_in_executor(None, process.stdout.readline)
+            said = await from_thread(process.stdout.readline)
             if not said.strip().isdigit():
                 raise ClientFault("--calibrate: the second process did not start; run the program from its file")
             port = int(said)
@@ -3159,6 +3206,7 @@ def build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_request_options(parser.add_argument_group("the server and what it is sent"))
     _add_load_options(parser.add_argument_group("the load"))
     _add_record_options(parser.add_argument_group("what the record says of the server"))
     _add_output_options(parser.add_argument_group("output"))
@@ -3167,7 +3215,7 @@ def build_parser() -> _Parser:
     return parser
 
 
-def _add_load_options(group: Any) -> None:
+def _add_request_options(group: Any) -> None:
     add = group.add_argument
     add(
         "--base-url",
@@ -3176,6 +3224,31 @@ def _add_load_options(group: Any) -> None:
         help="server, with or without /v1 (default: %(default)s)",
     )
     add("--model", help="model name to send (default: the single one that /v1/models lists)")
+    add("--max-tokens", type=_count, default=128, metavar="N", help="output limit of a request (default: %(default)s)")
+    temperature = _number(float, "a number of at least 0", 0)
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (default: %(default)s)")
+    add("--extra-body", type=parse_extra_body, default={}, metavar="JSON", help="object merged into every request")
+    add("--no-thinking", action="store_true", help="ask the chat template for an answer without reasoning")
+    add(
+        "--header",
+        type=parse_header,
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="further request header; its value is blanked out of all output where the name looks like a "
+        f"secret's (auth, key, token ...) or the value has at least {SECRET_CHARS} characters",
+    )
+    add(
+        "--api-key-env",
+        default="LOADTEST_API_KEY",
+        metavar="NAME",
+        help="variable that holds the key (default: %(default)s)",
+    )
+    add("--timeout", type=_seconds, default=300.0, metavar="S", help="seconds without a token (default: %(default)g)")
+
+
+def _add_load_options(group: Any) -> None:
+    add = group.add_argument
     add(
         "--concurrency",
         type=parse_levels,
@@ -3191,10 +3264,6 @@ def _add_load_options(group: Any) -> None:
         metavar="N",
         help="at least N x concurrency requests (default: %(default)s)",
     )
-    add("--max-tokens", type=_count, default=128, metavar="N", help="output limit of a request (default: %(default)s)")
-    temperature = _number(float, "a number of at least 0", 0)
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (default: %(default)s)")
-    add("--timeout", type=_seconds, default=300.0, metavar="S", help="seconds without a token (default: %(default)g)")
     add("--prompt-set", choices=PROMPT_SETS, help="built-in prompts (default: mixed)")
     add("--prompts", metavar="FILE", help='own prompts: one a line, or JSON lines with "prompt" or "messages"')
     add("--seed", type=int, metavar="N", help="make the random tags repeatable (default: new ones every run)")
@@ -3204,22 +3273,6 @@ def _add_load_options(group: Any) -> None:
         default=1,
         metavar="N",
         help="requests sent and discarded first (default: %(default)s)",
-    )
-    add("--extra-body", type=parse_extra_body, default={}, metavar="JSON", help="object merged into every request")
-    add("--no-thinking", action="store_true", help="ask the chat template for an answer without reasoning")
-    add(
-        "--header",
-        type=parse_header,
-        action="append",
-        default=[],
-        metavar="'NAME: VALUE'",
-        help="further request header",
-    )
-    add(
-        "--api-key-env",
-        default="LOADTEST_API_KEY",
-        metavar="NAME",
-        help="variable that holds the key (default: %(default)s)",
     )
     add(
         "--repeat",
@@ -3277,7 +3330,12 @@ def all_headers(target: Target, args: argparse.Namespace) -> tuple[tuple[tuple[s
     wins over credentials in the URL, and those over the key."""
     headers: list[tuple[str, str]] = list(args.header)
     key = read_key(args.api_key_env)
-    hidden = [part for _, value in headers for part in (value, value.partition(" ")[2]) if len(part) >= 4]
+    hidden = [
+        part
+        for name, value in headers
+        for part in (value, value.partition(" ")[2])
+        if SECRET_NAME.search(name) or len(part) >= SECRET_CHARS
+    ]
     url = urllib.parse.urlsplit(args.base_url)
     hidden += [key or "", url.password or "", urllib.parse.unquote(url.password or "")]
     hidden += [name for name in (url.username or "", urllib.parse.unquote(url.username or "")) if len(name) >= 4]
@@ -3295,6 +3353,8 @@ def read_prompts(path: str | None) -> tuple[Messages, ...] | None:
     if path is None:
         return None
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe may never end, and is empty when read again
+            raise UsageError(f"--prompts {path}: is not a regular file; write the prompts to a file first")
         with open(path, "rb") as file:
             return tuple(parse_prompt_file(file.read(), path))
     except (OSError, ValueError) as error:
@@ -3303,8 +3363,11 @@ def read_prompts(path: str | None) -> tuple[Messages, ...] | None:
 
 
 def same_file(first: str, second: str) -> bool:
+    """Whether two names lead to one file, through links of either kind, whether or not it is there yet."""
     try:
-        return os.path.realpath(first) == os.path.realpath(second)
+        if os.path.realpath(first) == os.path.realpath(second):
+            return True
+        return os.path.isfile(first) and os.path.isfile(second) and os.path.samefile(first, second)
     except ValueError:  # a zero byte in a name: whoever opens it says so
         return False
 
@@ -3372,14 +3435,15 @@ def check_descriptors(highest: int) -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    except (ValueError, OSError):
+    except (ValueError, OSError, OverflowError):
         raise UsageError(
             f"--concurrency {highest}: needs {needed} open files, this shell allows {soft}; try: ulimit -n {needed}"
         ) from None
 
 
-def install_signals(session: Session) -> None:
-    """First Ctrl-C or SIGTERM: stop in order. Second: leave at once."""
+@contextlib.contextmanager
+def stopped_by_signals(session: Session) -> Iterator[None]:
+    """First Ctrl-C or SIGTERM: stop in order. Second: leave at once. The former handlers come back in the end."""
     loop = asyncio.get_running_loop()
     presses = 0
 
@@ -3395,17 +3459,23 @@ def install_signals(session: Session) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: we are leaving as it is
             loop.call_soon_threadsafe(stop)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not the main thread: whoever embeds us has the signals
-            signal.signal(number, handler)
+    former: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not the main thread: whoever embeds us has the signals
+                former[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 async def run_session(options: Options) -> int:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: None)  # transport errors reach us through connection_lost
     session = Session(options)
-    install_signals(session)
-    return await session.run()
+    with stopped_by_signals(session):
+        return await session.run()
 
 
 def settle_output() -> None:
@@ -3436,7 +3506,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_descriptors(max(options.concurrency))
         return asyncio.run(run_session(options))
     except UsageError as error:
-        print(f"load_test.py: {terminal_safe(str(error))}", file=sys.stderr)
+        if sys.stderr is not None:  # print() would take stdout instead
+            with contextlib.suppress(OSError, ValueError):
+                print(f"load_test.py: {terminal_safe(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,6 +152,17 @@ def test_a_name_that_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result.code == 1 and "no-such-host.invalid" in line and "not known" in line and result.levels == []
 
 
+@pytest.mark.parametrize("option", [["--timeout", "0.1"], ["--wait-ready", "0.1"]])
+def test_a_name_server_that_never_answers(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60))
+    result = load("http://some-host:8080", tmp_path, *option)
+    line = one_line(result)
+    assert not answered.is_set() and result.code == 1 and result.levels == []
+    assert "no answer" in line and ("some-host" in line or "--wait-ready" in option)
+    answered.set()
+
+
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "x" * 300])
 def test_a_name_that_can_be_none(host: str, tmp_path: Path) -> None:
     result = load(f"http://{host}:8080", tmp_path)
@@ -238,6 +251,15 @@ def test_more_connections_than_descriptors_are_refused_before_the_load(tmp_path:
     line = one_line(result)
     assert result.code == 2 and "64" in line and "ulimit -n" in line and not server.connections
     assert result.levels == []
+
+
+def test_more_connections_than_a_number_of_them_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise OverflowError("Python int too large to convert to C long")  # as setrlimit does
+
+    monkeypatch.setattr(resource, "setrlimit", too_large)  # no test may raise the limit of this process
+    result = load("http://127.0.0.1:1", tmp_path, "--concurrency", 2**80)
+    assert result.code == 2 and f"--concurrency {2**80}" in one_line(result)
 
 
 def test_a_soft_limit_is_raised(tmp_path: Path) -> None:
@@ -357,6 +379,23 @@ def test_credentials_of_the_url_are_nowhere(number: int, option: list[str], tmp_
         with FakeServer([echoes(told)[number]]) as server:
             result = load(f"http://{IN_URL}{server.authority}/v1", tmp_path, *option)
         assert result.code in (1, 2) and secrets_of(everything_of(result)) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "told", "shown"),
+    [
+        ("X-Mode: http", "http is the mode", "http 401: http is the mode"),
+        ("X-Team: support", "of support", "http 401: of support"),
+        ("X-Route: long-enough", "of long-enough", "http 401: of ***"),
+        ("X-Access-Token: tok1", "a tok1 b", "http 401: a *** b"),
+        ("Cookie: a=1", "a=1", "http 401: ***"),
+        ("X-PASSWORD: k", "no k here", "http 401: no *** here"),
+    ],
+)
+def test_only_what_may_be_a_secret_is_blanked_out(header: str, told: str, shown: str, tmp_path: Path) -> None:
+    with FakeServer([plain("401 No", f'{{"error":"{told}"}}')]) as server:
+        result = load(server, tmp_path, "--header", header)
+    assert result.requests[0]["error"] == shown and f"first error: {shown}\n" in result.out
 
 
 @pytest.mark.parametrize("header", ["Authorization: Bearer", "X-Api-Key:"])

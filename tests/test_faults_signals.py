@@ -37,6 +37,8 @@ from fake_server import (
     whole_stream,
 )
 
+import load_test
+
 LADDER = ("--concurrency", "1,2,4", "--requests", 4)
 LEVEL_OF = {**dict.fromkeys(range(4), 1), **dict.fromkeys(range(4, 8), 2), **dict.fromkeys(range(8, 12), 4)}
 TAIL = chunk(delta("b", finish="length") + DONE) + LAST_CHUNK
@@ -261,19 +263,91 @@ def test_a_signal_while_the_server_hangs_in_a_look(tmp_path: Path) -> None:
     assert len(looks) <= 6  # found twice, looked at before the level, and one look during it
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_null_server_too(tmp_path: Path) -> None:
-    """A terminal sends it to the whole group; nothing is left running and nobody shows a traceback."""
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_the_null_server_ends_with_us_and_says_nothing(kind: signal.Signals, tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to the whole group: the second process is not in it, and its end is not awaited
+    in vain. It holds our stderr, which is therefore closed only once it has ended."""
     with FakeServer([whole_stream()]) as server:
         levels = ",".join(map(str, range(1, 60)))
         argv = arguments(tmp_path, server.base_url, "--calibrate", "--concurrency", levels, "--requests", 200)
         with Running(tmp_path, argv, start_new_session=True) as program:
             assert program.process.stdout is not None
             assert "null server" in program.process.stdout.readline()
-            os.killpg(program.process.pid, signal.SIGINT)
+            os.killpg(program.process.pid, kind)
             result = program.finish()
             with pytest.raises(ProcessLookupError):
                 os.killpg(program.process.pid, 0)
-    assert result.code == 130 and "Traceback" not in result.said and result.levels == []
+    assert result.code == (130 if kind == signal.SIGINT else -kind)
+    assert "Traceback" not in result.said and result.levels == []
+
+
+def test_the_null_server_is_no_part_of_our_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    groups: list[int] = []
+    real_popen, real_from_thread = subprocess.Popen, load_test.from_thread
+
+    def start(*args: Any, **more: Any) -> Any:
+        started.append(real_popen(*args, **more))
+        return started[-1]
+
+    async def look(call: Any) -> Any:
+        result = await real_from_thread(call)  # the second one: its port, so it is there
+        groups.extend(os.getpgid(process.pid) for process in started)
+        return result
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(load_test, "from_thread", look)
+    with FakeServer([whole_stream()]) as server:
+        assert load(server, tmp_path, "--calibrate").code == 0
+    assert groups == [process.pid for process in started] and len(groups) == 1
+
+
+AT_START = {  # what sitecustomize does, in the interpreter that then runs the program
+    "importing": """
+import os, signal, sys
+class Strike:
+    def find_spec(self, name, path=None, target=None):
+        if name == "asyncio":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Strike())
+""",
+    "resolving": """
+import os, signal, socket, threading
+def hang(*args, **more):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+socket.getaddrinfo = hang
+""",
+}
+
+
+@pytest.mark.parametrize("moment", AT_START)
+def test_a_signal_before_anything_is_open(moment: str, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(AT_START[moment], "utf-8")
+    argv = arguments(tmp_path, "http://a-name:8080", "--timeout", 60)
+    with Running(tmp_path, argv, env={"PYTHONPATH": str(hooks)}) as program:
+        result = program.finish()
+    # a shell shows 130 for a program that the signal itself has ended
+    assert result.code == (-signal.SIGINT if moment == "importing" else 130) and "Traceback" not in result.said
+    assert ("interrupted" in result.err) == (moment == "resolving") and result.levels == []
+
+
+def test_the_handlers_of_whoever_runs_us_come_back(tmp_path: Path) -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    argv = arguments(tmp_path, "http://127.0.0.1:1")
+    try:
+        signal.signal(signal.SIGINT, mine)
+        signal.signal(signal.SIGTERM, mine)
+        assert load_test.main(argv) == 1
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def test_a_run_in_the_background_takes_no_ctrl_c_for_granted(tmp_path: Path) -> None:

@@ -218,6 +218,21 @@ def test_raw_file_and_notebook_are_not_the_same_file(tmp_path: Path) -> None:
     for name in (str(book), str(tmp_path / "." / "book.md"), str(tmp_path / "link.md")):
         result = load("http://127.0.0.1:1", tmp_path, "--raw", name)
         assert result.code == 2 and "--raw" in one_line(result)
+    book.touch()
+    os.link(book, tmp_path / "hard.jsonl")
+    result = load("http://127.0.0.1:1", tmp_path, "--raw", tmp_path / "hard.jsonl")
+    assert result.code == 2 and "--raw" in one_line(result)
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >/dev/full"])
+@pytest.mark.parametrize("wrong", [["--requests", "0"], ["--labbook", "/no/such/folder/book.md"]])
+def test_bad_input_is_exit_2_wherever_stderr_leads(wrong: list[str], redirection: str, tmp_path: Path) -> None:
+    if "full" in redirection and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    argv = arguments(tmp_path, "http://127.0.0.1:1", *wrong)
+    with Running(tmp_path, argv, prefix=["bash", "-c", f'exec "$0" "$@" {redirection}']) as running:
+        result = running.finish()
+    assert (result.code, result.out) == (2, "")
 
 
 def test_any_text_may_describe_the_engine(tmp_path: Path) -> None:
@@ -422,6 +437,7 @@ def test_prompts_of_a_file_in_both_forms(tmp_path: Path) -> None:
         (b'{"messages": ["text"]}\n', "line 1"),
         (b'{"text": "x"}\n', "line 1"),
         (b"a\n\n" + b'{"x":' * 100000, "line 3"),
+        (b'a\n{"messages": [{"content": ' + b"[" * 300 + b"]" * 300 + b"}]}", "line 2: messages nested over 100 deep"),
         (b"caf\xe9\n", "UTF-8"),
         ("utf-16".encode("utf-16"), "UTF-8"),
     ],
@@ -432,6 +448,15 @@ def test_prompts_that_are_none(content: bytes, says: str, tmp_path: Path) -> Non
     result = load("http://127.0.0.1:1", tmp_path, "--prompts", file)
     line = one_line(result)
     assert result.code == 2 and "--prompts" in line and str(file) in line and says in line
+
+
+def test_prompts_come_from_no_pipe_and_no_device(tmp_path: Path) -> None:
+    """Nobody waits for a pipe that no one writes to, or reads /dev/zero to its end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for name in (str(pipe), "/dev/zero"):
+        result = load("http://127.0.0.1:1", tmp_path, "--prompts", name)
+        assert result.code == 2 and f"--prompts {name}: is not a regular file" in one_line(result)
 
 
 def texts_of(messages: Iterable[Any]) -> list[str]:

@@ -817,3 +817,22 @@ def test_a_healthy_stream_is_what_the_other_tests_take_it_for() -> None:
     seen = feed([whole_stream(5, 9)])
     assert (seen.failure, seen.deltas, seen.finish) == (None, 5, "length")
     assert seen.usage == json.loads(compact({"prompt_tokens": 9, "completion_tokens": 5}))
+
+
+# ---------------------------------------------------------------- the words of a message
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [
+        ("as it is", 8, "as it is"),
+        ("cut after a word, not in it", 20, "cut after a word,..."),
+        ("cut after a word, not in it", 21, "cut after a word,..."),
+        ("cut after a word", 15, "cut after a..."),
+        ("x" * 50, 20, "x" * 17 + "..."),
+        ("two " + "y" * 100, 60, "two " + "y" * 53 + "..."),
+        ("control\x1b[31m\nand   blanks", 40, "control [31m and blanks"),
+    ],
+)
+def test_a_message_is_cut_after_a_word(text: str, limit: int, shown: str) -> None:
+    assert load_test.printable(text, limit) == shown and len(shown) <= limit
