@@ -225,6 +225,7 @@ class Model:
     uniform: tuple[int, int] | None = None  # (KV heads, head dim) where every layer has these and no window
     notes: tuple[str, ...] = ()
     upper_bound: bool = False  # the KV figures are an upper bound; a note says why
+    quant: str | None = None  # how the weights are stored, where the file says so
 
     @property
     def windowed(self) -> bool:
@@ -981,6 +982,13 @@ GGML_TYPES = {
 }  # fmt: skip
 # GGUF metadata value types with a fixed size: number -> struct code. 8 is a string, 9 an array.
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# general.file_type, how most of the tensors are stored: llama.cpp's enum llama_ftype.
+GGUF_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
 GGUF_KEPT_ARRAY = 4096  # per-layer arrays are kept; a vocabulary's are skipped
 
 # Architectures in which llama.cpp uses a sliding window: the period n (every n-th layer is full) where the file has no
@@ -1160,7 +1168,9 @@ def gguf_model(path: str) -> Model:
         uniform = (heads, first.k_values // heads) if heads else None
     name = plain(gguf.meta.get("general.name") or os.path.basename(path))
     known = (weights,) if weights.total_bytes else ()
-    return Model(name, path, tuple(layers), known, uniform, tuple(gguf.notes), gguf.upper_bound)
+    stored = gguf.meta.get("general.file_type")
+    quant = GGUF_FILE_TYPES.get(stored) if isinstance(stored, int) and not isinstance(stored, bool) else None
+    return Model(name, path, tuple(layers), known, uniform, tuple(gguf.notes), gguf.upper_bound, quant)
 
 
 def split_parts(path: str, reader: GgufReader) -> list[GgufReader]:
@@ -2287,7 +2297,7 @@ def most_slots(options: Options, kv_type: str, weights: Weights | None) -> int |
 def model_json(model: Model) -> dict[str, Any]:
     """The model's shape."""
     return {
-        "name": model.name, "source": model.source, "layers": len(model.layers),
+        "name": model.name, "source": model.source, "quant": model.quant, "layers": len(model.layers),
         "layers_with_kv_cache": sum(layer.cached for layer in model.layers),
         "kv_heads": model.uniform[0] if model.uniform else None,
         "head_dim": model.uniform[1] if model.uniform else None,

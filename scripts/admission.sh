@@ -72,7 +72,7 @@ run_seqs8() {
   check_queue
   stop_server
   rm -f ./vllm-seqs8.pid
-  if program summarise_load.py --labbook "$LABBOOK" --list | awk '$1 == "vllm-baseline" { found = 1 } END { exit !found }'; then
+  if in_notebook vllm-baseline; then
     run_summary --labbook "$LABBOOK" --compare vllm-baseline vllm-seqs8
   fi
 }
@@ -93,9 +93,9 @@ for level in levels:
         print("the server's metrics could not be sampled\tlook at http://127.0.0.1:PORT/metrics by hand")
     else:
         if running != 8:
-            print("%d sequences ran together, predicted 8\tcompare --max-num-seqs in the log with 8" % running)
+            print("at most %d sequences were seen running, predicted 8\tcompare --max-num-seqs in the log with 8" % running)
         if waiting != level["concurrency"] - 8:
-            print("%d requests waited, predicted %d\tsample more often, or send more requests" %
+            print("at most %d requests were seen waiting, predicted %d\tsample more often, or send more requests" %
                   (waiting, level["concurrency"] - 8))
 PYTHON
   while IFS="$(printf '\t')" read -r what advice; do
@@ -133,4 +133,4 @@ case "$parts" in
 esac
 
 step "done"
-say "next: bash $SCRIPTS_DIR/cleanup.sh"
+say "next: bash $SCRIPTS_WORD/cleanup.sh"

@@ -25,12 +25,8 @@ set -euo pipefail
 # shellcheck source=lib.sh
 . "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
 
-case "${1:-}" in
--h | --help) usage; exit 0 ;;
---) shift ;;
-'') ;;
-*) die "unknown argument '$1': settings come from the environment, vllm bench serve's own flags after --" ;;
-esac
+launcher_arguments "vllm bench serve's" "$@"
+[ "${1:-}" != -- ] || shift
 
 need_python
 load_lab_env HOST_DESC VLLM_MODEL VLLM_QUANT

@@ -10,7 +10,7 @@ Examples:
   python3 summarise_load.py --label llama-baseline --json | python3 scripts/draw_curve.py --svg curve.svg
   python3 summarise_load.py --compare llama-baseline vllm-baseline --json | python3 scripts/draw_curve.py --html p.html
 
-Exit codes: 0; 2 where the input is not such JSON, or a file cannot be written.
+Exit codes: 0; 2 where the input is not such JSON, or a file cannot be written; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Callable, NamedTuple
+
+TOOL_VERSION = "2.0.0"  # the same in all programs
 
 WIDTH = 800  # of the picture in pixels: what fits a page and a slide without scaling
 LEFT, RIGHT = 72, 24
@@ -589,8 +591,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", metavar="JSON", help="file to read (default: standard input)")
     parser.add_argument("--svg", metavar="FILE", help="write the picture there")
     parser.add_argument("--html", metavar="FILE", help="write the page there")
-    args = parser.parse_args(argv)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
     try:
+        args = parser.parse_args(argv)
         if args.svg is None and args.html is None:
             raise UsageError("name a file to write: --svg FILE, --html FILE or both")
         doc = read_document(args.file)
@@ -603,6 +606,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"draw_curve.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -225,4 +225,4 @@ fi
 cat "$new" >lab.env || die "cannot write lab.env in '$PWD'" 1
 grep '^export' lab.env | sed 's/^export /  /'
 [ -n "$version" ] || say "  note: no llama-server at '$llama': set LLAMA_BIN, here or in lab.env, once it is built"
-say "next: . ./lab.env && bash $SCRIPTS_DIR/preflight.sh"
+say "next: . ./lab.env && bash $SCRIPTS_WORD/preflight.sh"

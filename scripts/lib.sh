@@ -13,6 +13,18 @@ PYTHON="${PYTHON:-python3}"
 QUOTE="'"
 QUOTED_QUOTE="'\\''"
 
+# shell_word TEXT - as one word that can be pasted into a shell.
+shell_word() {
+  case "$1" in
+  '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s'" "${1//$QUOTE/$QUOTED_QUOTE}" ;;
+  *) printf '%s' "$1" ;;
+  esac
+}
+
+# For hints: bash $SCRIPTS_WORD/sweep.sh
+# shellcheck disable=SC2034  # the steps use it
+SCRIPTS_WORD="$(shell_word "$SCRIPTS_DIR")"
+
 # ------------------------------------------------------------------------------------------------------------
 # Messages and settings
 # ------------------------------------------------------------------------------------------------------------
@@ -50,12 +62,18 @@ show_command() {
   local word
   printf '  $'
   for word in "$@"; do
-    case "$word" in
-    '' | *[!A-Za-z0-9_./:=,@%+-]*) printf " '%s'" "${word//$QUOTE/$QUOTED_QUOTE}" ;;
-    *) printf ' %s' "$word" ;;
-    esac
+    printf ' %s' "$(shell_word "$word")"
   done
   printf '\n'
+}
+
+# launcher_arguments WHOSE ARG... - what a launcher takes: --help, or -- and then WHOSE own flags.
+launcher_arguments() {
+  case "${2:-}" in
+  -h | --help) usage; exit 0 ;;
+  -- | '') ;;
+  *) die "unknown argument '$2': settings come from the environment, $1 own flags after --" ;;
+  esac
 }
 
 # need COMMAND WHY - refuse when a command is missing.
@@ -94,15 +112,31 @@ need_python() {
 # Ports, processes and logs
 # ------------------------------------------------------------------------------------------------------------
 
+# bash_connects HOST PORT - by bash itself; says why it could not.
+bash_connects() { (LC_ALL=C; exec 3<>"/dev/tcp/$1/$2") 2>&1; }
+
 # port_answers HOST PORT - does anything accept a connection there?
 port_answers() {
-  local host="$1"
+  local host="$1" said
   case "$host" in
   0.0.0.0 | '') host=127.0.0.1 ;;
   :: | '[::]') host=::1 ;;
   esac
   host="${host#[}"
-  (exec 3<>"/dev/tcp/${host%]}/$2") 2>/dev/null
+  host="${host%]}"
+  said="$(bash_connects "$host" "$2")" && return 0
+  case "$said" in
+  *"No such file"*) ;; # a bash that was built without /dev/tcp
+  *) return 1 ;;
+  esac
+  if command -v "$PYTHON" >/dev/null 2>&1; then
+    "$PYTHON" -c 'import socket, sys; socket.create_connection(sys.argv[1:], 5)' "$host" "$2" 2>/dev/null
+  else # its status 7: it could not connect; with a server that is silent it runs into its time limit, 28
+    local status=0
+    case "$host" in *:*) host="[$host]" ;; esac
+    curl --silent --max-time 2 "telnet://$host:$2" </dev/null >/dev/null 2>&1 || status=$?
+    [ "$status" -eq 0 ] || [ "$status" -eq 28 ]
+  fi
 }
 
 # is_loopback HOST
@@ -144,12 +178,34 @@ log_to() {
 # load_lab_env NAME... - read ./lab.env and make sure that it sets these names.
 load_lab_env() {
   local name
-  [ -f lab.env ] || die "there is no lab.env in '$PWD': run 'bash $SCRIPTS_DIR/lab-env.sh TRACK' here first"
+  [ -f lab.env ] || die "there is no lab.env in '$PWD': run 'bash $SCRIPTS_WORD/lab-env.sh TRACK' here first"
   # shellcheck source=/dev/null
   . ./lab.env
   for name in "$@"; do
     [ -n "${!name:-}" ] || die "lab.env does not set $name: this step is not for track ${TRACK:-unknown}, or the file is older"
   done
+}
+
+# in_notebook LABEL - is there a record of that label in LABBOOK?
+in_notebook() {
+  [ -f "$LABBOOK" ] && program summarise_load.py --labbook "$LABBOOK" --list 2>/dev/null | awk -v label="$1" \
+    '$1 == label { found = 1 } END { exit !found }'
+}
+
+# gguf_quant FILE - how the weights are stored: LLAMA_QUANT where it is set, else what the file says of itself, else
+# what its name says; nothing where none of them tells.
+gguf_quant() {
+  if [ -n "${LLAMA_QUANT:-}" ]; then
+    printf '%s\n' "$LLAMA_QUANT"
+    return 0
+  fi
+  { program serving_arithmetic.py --gguf "$1" --json 2>/dev/null || true; } | "$PYTHON" -c 'import json, re, sys
+try:
+    quant = json.load(sys.stdin)["model"]["quant"]
+except (ValueError, KeyError, TypeError):
+    quant = None
+named = re.search(r"[-._](I?Q[0-9]\w*|B?F16|F32|MXFP4\w*)(-[0-9]{5}-of-[0-9]{5})?[.]gguf$", sys.argv[1], re.I)
+print(quant or (named[1].upper() if named else ""))' "$1"
 }
 
 # program NAME ARG... - run one of the three programs.
@@ -159,7 +215,7 @@ program() {
   "$PYTHON" "$ROOT_DIR/$name" "$@"
 }
 
-# scratch_folder - a private folder in SCRATCH, removed when the script ends.
+# scratch_folder - make a private folder and name it in SCRATCH. clean_up removes it: set that as the EXIT trap.
 scratch_folder() {
   SCRATCH="$(mktemp -d "${TMPDIR:-/tmp}/load-lab.XXXXXX")" || die "cannot make a temporary folder" 1
 }
@@ -349,6 +405,7 @@ PYTHON
 # ------------------------------------------------------------------------------------------------------------
 
 SERVER_PID=""
+WAITER_PID="" # of wait_ready, while it waits
 
 # stop_server - stop what start_server started; harmless otherwise.
 stop_server() {
@@ -370,6 +427,7 @@ stop_server() {
 
 # clean_up - what the steps set as their EXIT trap.
 clean_up() {
+  [ -z "$WAITER_PID" ] || kill "$WAITER_PID" 2>/dev/null || true
   stop_server
   [ -z "${SCRATCH:-}" ] || rm -rf "$SCRATCH"
 }
@@ -395,7 +453,7 @@ start_server() {
 }
 
 # wait_ready PORT PID - poll /health until it answers 200, the process is gone, or READY_SECONDS have passed. In
-# the background, so that bash acts on a signal at once: it ends by itself when the server has been stopped.
+# the background, so that bash acts on a signal at once; Ctrl-C ends the script with 130, and clean_up what runs.
 wait_ready() {
   "$PYTHON" - "$1" "$2" "${READY_SECONDS:-1800}" <<'PYTHON' &
 import http.client, os, sys, time, urllib.request
@@ -417,7 +475,12 @@ while time.monotonic() < end:
     time.sleep(0.25)
 sys.exit("the server was not ready after %g s" % limit_s)
 PYTHON
-  wait "$!"
+  local status=0
+  WAITER_PID=$!
+  wait "$WAITER_PID" || status=$?
+  [ "$status" -ne 130 ] || exit 130
+  WAITER_PID=""
+  return "$status"
 }
 
 # server_symptom FILE... - name what the last words of a server that did not start point at.

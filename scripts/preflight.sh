@@ -7,7 +7,7 @@
 # sizes, the disk, llama-server and the GPU that it sees, the second engine, the ports 8080, 8000 and 8081, and
 # the free memory against the predicted weights and pool of each engine (they run one at a time). One line each:
 # "ok", "FAIL", or "note" for what does not stop the lab (on track X the second engine may be missing).
-# All lines are shown, so that one round mends everything; then the first FAIL is repeated with what to do.
+# All lines are shown, and what to do below each FAIL, so that one round mends everything.
 #
 # From the environment: CTX [4096], MODELS_DIR [~/models], LLAMA_PORT [8080], VLLM_PORT [8000], MLX_PORT [8081],
 # DOCKER [docker], KEEP_GOING=1 (exit status 0 all the same), PYTHON [python3].
@@ -42,6 +42,7 @@ note() { printf '  %-5s %-16s %s\n' note "$1" "$2"; }
 # fail NAME WHAT ADVICE
 fail() {
   printf '  %-5s %-16s %s\n' FAIL "$1" "$2"
+  printf '  %-5s %-16s what to do: %s\n' '' '' "$3"
   [ -n "$first_fail" ] || { first_fail="$1: $2" first_advice="$3"; }
 }
 
@@ -234,5 +235,5 @@ fi
 if [ -n "$first_fail" ]; then
   stop_here "$first_fail" "$first_advice"
 else
-  say "next, in the other terminal: MODEL=\"\$GGUF\" CACHE_TYPE=\"\$KV_TYPE\" bash $SCRIPTS_DIR/serve-llama-parallel.sh"
+  say "next, in the other terminal: MODEL=\"\$GGUF\" CACHE_TYPE=\"\$KV_TYPE\" bash $SCRIPTS_WORD/serve-llama-parallel.sh"
 fi

@@ -27,12 +27,8 @@ set -euo pipefail
 # shellcheck source=lib.sh
 . "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
 
-case "${1:-}" in
--h | --help) usage; exit 0 ;;
---) shift ;;
-'') ;;
-*) die "unknown argument '$1': settings come from the environment, the server's own flags after --" ;;
-esac
+launcher_arguments "the server's" "$@"
+[ "${1:-}" != -- ] || shift
 
 MODEL="${MODEL:-$HOME/models/unsloth/Qwen3-8B-GGUF/Qwen3-8B-Q4_K_M.gguf}"
 LLAMA_BIN="${LLAMA_BIN:-}"

@@ -23,12 +23,8 @@ set -euo pipefail
 # shellcheck source=lib.sh
 . "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
 
-case "${1:-}" in
--h | --help) usage; exit 0 ;;
---) shift ;;
-'') ;;
-*) die "unknown argument '$1': settings come from the environment, the server's own flags after --" ;;
-esac
+launcher_arguments "the server's" "$@"
+[ "${1:-}" != -- ] || shift
 
 MODEL="${MODEL:-$HOME/models/mlx-community/Qwen3-8B-4bit}"
 HOST="${HOST:-127.0.0.1}"
@@ -49,7 +45,7 @@ MODEL="$(CDPATH='' cd -- "$MODEL" && pwd)"
 
 python="$(mlx_python)" || die "cannot find python3, neither in the environment MLX_VENV nor on PATH"
 versions="$("$python" -c 'from importlib.metadata import version; print("mlx-lm", version("mlx-lm"), "mlx", version("mlx"))' 2>/dev/null)" ||
-  die "'$python' has no mlx-lm: set MLX_VENV to the environment that has it, or: $python -m pip install mlx-lm"
+  die "'$python' has no mlx-lm: set MLX_VENV to the environment that has it, or: $(shell_word "$python") -m pip install mlx-lm"
 refuse_busy_port "$HOST" "$PORT"
 warn_if_exposed "$HOST"
 

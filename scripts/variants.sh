@@ -18,8 +18,8 @@
 # is printed beside what was to be expected; a surprise there is a result to write down, so it stops nothing.
 # Running it again measures again; the newest run of each label counts.
 #
-# From the environment: PORT [8080], LABBOOK [labbook.md], CTX [4096], LLAMA_QUANT [Q4_K_M], KEEP_GOING=1 (go on
-# after what was not as predicted), PYTHON [python3], and what serve-llama-parallel.sh reads.
+# From the environment: PORT [8080], LABBOOK [labbook.md], CTX [4096], LLAMA_QUANT [what the GGUF file says],
+# KEEP_GOING=1 (go on after what was not as predicted), PYTHON [python3], and what serve-llama-parallel.sh reads.
 # Exit: 1 when something is not as predicted, 2 for a wrong setting.
 set -euo pipefail
 # shellcheck source=lib.sh
@@ -42,7 +42,7 @@ load_lab_env HOST_DESC GGUF LLAMA_BIN LLAMA_VERSION SLOTS KV_TYPE ALT_KV_TYPE
 PORT="${PORT:-8080}"
 CTX="${CTX:-4096}"
 LABBOOK="${LABBOOK:-labbook.md}"
-QUANT="${LLAMA_QUANT:-Q4_K_M}"
+QUANT="$(gguf_quant "$GGUF")"
 need_port PORT "$PORT"
 need_number CTX "$CTX"
 need_number SLOTS "$SLOTS"
@@ -52,12 +52,6 @@ scratch_folder
 trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-
-# in_notebook LABEL - is there a record of that label?
-in_notebook() {
-  [ -f "$LABBOOK" ] && program summarise_load.py --labbook "$LABBOOK" --list 2>/dev/null | awk -v label="$1" \
-    '$1 == label { found = 1 } END { exit !found }'
-}
 
 # run_variant LABEL SLOTS CTX TYPE QUANT FLAG...
 run_variant() {
@@ -72,7 +66,7 @@ run_variant() {
     PIDFILE="./$label.pid" start_server "$PORT" "$log" serve-llama-parallel.sh
   check_log llama "$log" "$slots" "$ctx" "$type"
   run_load --base-url "http://127.0.0.1:$PORT/v1" --model local-chat --engine llama.cpp \
-    --engine-version "$LLAMA_VERSION" --host-desc "$HOST_DESC" --quant "$quant" --context-length "$ctx" \
+    --engine-version "$LLAMA_VERSION" --host-desc "$HOST_DESC" ${quant:+--quant "$quant"} --context-length "$ctx" \
     --server-slots "$slots" --labbook "$LABBOOK" --label "$label" --prompt-set mixed --concurrency 20 \
     --requests 80 --max-tokens 128 --sample 0.5 --wait-ready "${READY_SECONDS:-600}" "$@"
   check_levels - -
@@ -100,7 +94,7 @@ PYTHON
 
 say "variants.sh:$variants, each beside llama-baseline in $LABBOOK"
 in_notebook llama-baseline ||
-  stop_here "there is no llama-baseline in '$LABBOOK'" "measure it first: bash $SCRIPTS_DIR/sweep.sh llama"
+  stop_here "there is no llama-baseline in '$LABBOOK'" "measure it first: bash $SCRIPTS_WORD/sweep.sh llama"
 refuse_busy_port 127.0.0.1 "$PORT"
 
 for variant in $variants; do
@@ -114,11 +108,11 @@ for variant in $variants; do
     expected "nearly nothing: the same prompts are read, only the room kept for them halves"
     ;;
   kv-alt)
-    run_variant llama-kv-alt "$SLOTS" "$CTX" "$ALT_KV_TYPE" "$QUANT, KV $ALT_KV_TYPE" "$@"
+    run_variant llama-kv-alt "$SLOTS" "$CTX" "$ALT_KV_TYPE" "${QUANT:+$QUANT, }KV $ALT_KV_TYPE" "$@"
     expected "the pool about halves; TPOT goes either way (fewer bytes to read, more work to unpack them)"
     ;;
   esac
 done
 
 step "done"
-say "next: bash $SCRIPTS_DIR/sweep.sh with the second engine (vllm or mlx)"
+say "next: bash $SCRIPTS_WORD/sweep.sh with the second engine (vllm or mlx)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -175,3 +176,16 @@ def test_other_json_is_refused_in_one_line(doc: Any, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("draw_curve.py: ")
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_version_and_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "scripts" / "draw_curve.py"))["main"]
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0 and re.fullmatch(r"draw_curve.py \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("json.loads", interrupt)
+    assert main(["--svg", "x.svg", str(ROOT / "README.md")]) == 130 and capsys.readouterr() == ("", "")

@@ -279,7 +279,10 @@ def test_preflight_names_what_is_wrong(ready: Lab, fault: str, name: str, advice
 def test_preflight_shows_all_faults_at_once(ready: Lab) -> None:
     (ready.home / "models" / "Qwen" / "Qwen3-8B-AWQ" / "config.json").unlink()
     result = ready.run("preflight.sh", DEVICE="(none)")
-    assert sum(line.startswith("  FAIL") for line in result.stdout.splitlines()) == 2
+    lines = result.stdout.splitlines()
+    faults = [number for number, line in enumerate(lines) if line.startswith("  FAIL")]
+    assert len(faults) == 2
+    assert all(lines[number + 1].strip().startswith("what to do: ") for number in faults), "each its own remedy"
     assert ready.run("preflight.sh", DEVICE="(none)", KEEP_GOING="1").returncode == 0
 
 

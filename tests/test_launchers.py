@@ -4,8 +4,10 @@ scripts of the project have in common: help, documented settings, and nothing th
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -412,3 +414,22 @@ def test_scripts_parse_and_begin_as_they_should(path: Path) -> None:
         assert text.startswith("#!/usr/bin/env bash\n# ")
         assert "\nset -euo pipefail\n" in text
         assert path.stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("path", [None, "/nowhere"], ids=["by Python", "by curl"])
+def test_a_port_is_seen_by_a_bash_without_dev_tcp(root: Path, path: str | None, free_port: int) -> None:
+    """Some are built without it, and say that there is no such file."""
+    if path is not None and shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    script = f"""
+        . '{root / "scripts" / "lib.sh"}'
+        bash_connects() {{ echo "bash: /dev/tcp/$1/$2: No such file or directory"; return 1; }}
+        PYTHON='{path or sys.executable}'
+        port_answers 127.0.0.1 "$1" && echo open || echo closed
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for port, state in ((server.getsockname()[1], "open"), (free_port, "closed")):
+            done = subprocess.run(
+                [BASH, "-c", script, "test", str(port)], capture_output=True, encoding="utf-8", timeout=60
+            )
+            assert (done.stdout, done.stderr) == (f"{state}\n", "")

@@ -602,3 +602,14 @@ def test_gemma_3_270m(tmp_path: Path) -> None:
     (weights,) = model.weights
     assert weights.not_read == () and 240e6 < weights.total_bytes < path.stat().st_size
     assert sa.sequence_bytes(model, 4096, "f16") == (3 * 4096 + 15 * 512) * 1024
+
+
+@pytest.mark.parametrize(("stored", "quant"), [(15, "Q4_K_M"), (0, "F32"), (999, None), ("Q4", None), (None, None)])
+def test_how_a_gguf_says_that_its_weights_are_stored(tmp_path: Path, stored: Any, quant: str | None) -> None:
+    meta = gguf_meta("qwen3", 1, 2, 1, 32)
+    if stored is not None:
+        meta["general.file_type"] = stored
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(meta))
+    shown, _ = sa.run(sa.parse_options(sa.build_parser().parse_args(["--gguf", str(path), "--json"])))
+    assert json.loads(shown)["model"]["quant"] == quant

@@ -1047,3 +1047,8 @@ def test_a_port_in_use_is_refused(run_program: RunProgram) -> None:
         taken.listen()
         result = run_program("scripts/simulated_engine.py", "--port", taken.getsockname()[1], timeout=30)
     assert result.returncode == 2 and "in use" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_version_is_that_of_the_load_generator(run_program: RunProgram) -> None:
+    said = run_program("scripts/simulated_engine.py", "--version").stdout.split()
+    assert said == ["simulated_engine.py", run_program("load_test.py", "--version").stdout.split()[1]]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,45 @@ def test_results_never_go_into_the_repository(stand_ins: Path, tmp_path: Path) -
         assert done.returncode == 2
         assert "lies in the repository" in done.stderr
         assert not inside.exists()
+
+
+def test_the_packaged_server_and_the_model_can_be_used_again(stand_ins: Path, tmp_path: Path) -> None:
+    """The wrapper around the packaged server outlives the run; the last line starts it again."""
+    packages = tmp_path / "packages" / "python"
+    packages.parent.mkdir()
+    packages.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "if '--version' in sys.argv or '--help' in sys.argv: sys.exit()\n"
+        "port = sys.argv[sys.argv.index('--port') + 1]\n"
+        f"engine = [{sys.executable!r}, {str(stand_ins / 'scripts' / 'simulated_engine.py')!r}, '--port', port]\n"
+        "os.execv(engine[0], engine)\n"
+    )
+    packages.chmod(0o755)
+    (stand_ins / "tests" / "private-env.sh").write_text(
+        f"mkdir -p \"$XDG_CACHE_HOME/llm-load-lab\"; echo '{packages}'\n"
+    )
+    model = tmp_path / "a model-Q8_0.gguf"
+    model.write_bytes(b"GGUF")
+    cache = tmp_path / "the cache"
+    path = os.pathsep.join(
+        folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "llama-server").exists()
+    )
+    settings: dict[str, Any] = {
+        "OUT": str(tmp_path / "out"),
+        "XDG_CACHE_HOME": str(cache),
+        "MODEL": str(model),
+        "PATH": path,
+    }
+    for _ in range(2):
+        done = smoke(stand_ins, **settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (wrapper,) = (cache / "llm-load-lab").glob("llama-server-*")
+    again = re.search(r"^  the same server again  *(LLAMA_BIN=.*)$", done.stdout, re.MULTILINE)
+    assert again and again[1] == (
+        f"LLAMA_BIN='{wrapper}' MODEL='{model}' bash '{stand_ins / 'scripts'}'/serve-llama-parallel.sh"
+    )
+    version = subprocess.run([str(wrapper), "--version"], stdin=subprocess.DEVNULL, timeout=60)
+    assert version.returncode == 0
 
 
 @pytest.mark.parametrize("argument", ["--simulate", "now"])
