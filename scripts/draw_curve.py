@@ -16,6 +16,7 @@ Exit codes: 0; 2 where the input is not such JSON, or a file cannot be written; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -578,6 +579,13 @@ def write(path: str, content: str) -> None:
         raise UsageError(f"{path}: cannot be written ({reason})") from None
 
 
+def complain(line: str) -> None:
+    """Say it on standard error; where that is closed or full, the exit code alone has to."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     about = (__doc__ or "").partition("Examples:")
@@ -604,7 +612,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.html is not None:
             write(args.html, page(curves, notes))
     except UsageError as error:
-        print(f"draw_curve.py: {error}", file=sys.stderr)
+        complain(f"draw_curve.py: {error}")
         return 2
     except KeyboardInterrupt:
         return 130

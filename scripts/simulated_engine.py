@@ -2193,10 +2193,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         if arguments.help:
-            print((__doc__ or "").strip())
+            print((__doc__ or "").strip(), flush=True)
             return 0
         if arguments.version:
-            print(f"{PROGRAM} {TOOL_VERSION}")
+            print(f"{PROGRAM} {TOOL_VERSION}", flush=True)
             return 0
         run(read_options(arguments))
     except UsageError as error:
@@ -2207,6 +2207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the first line, or the help, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        complain(f"cannot write the output: {error.strerror or error}")
+        return 1
     return 0
 
 

@@ -189,3 +189,12 @@ def test_version_and_an_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
     monkeypatch.setattr("json.loads", interrupt)
     assert main(["--svg", "x.svg", str(ROOT / "README.md")]) == 130 and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
+def test_bad_input_ends_with_2_where_nothing_can_be_said(tmp_path: Path, redirect: str) -> None:
+    if "full" in redirect and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    command = f"exec '{sys.executable}' '{ROOT / 'scripts' / 'draw_curve.py'}' nowhere --svg x.svg {redirect}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, b"")

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -1052,3 +1053,12 @@ def test_a_port_in_use_is_refused(run_program: RunProgram) -> None:
 def test_version_is_that_of_the_load_generator(run_program: RunProgram) -> None:
     said = run_program("scripts/simulated_engine.py", "--version").stdout.split()
     assert said == ["simulated_engine.py", run_program("load_test.py", "--version").stdout.split()[1]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_help_that_cannot_be_printed_is_said() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "simulated_engine.py"), "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("simulated_engine.py: cannot write the output: No space")
+    assert done.stderr.count("\n") == 1
