@@ -663,9 +663,9 @@ class EventReader:
         return ServerEvent(name, data, plain if end == b"\n" else None)
 
 
-# A JSON string's inside that needs no look-up: no quote, no control character, and only two-character escapes.
-PLAIN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+\Z')
-SHORT_ESCAPE = re.compile(rb'\\["\\/bfnrt]')
+# A JSON string's inside: no quote, no control character, and no backslash but in an escape.
+PLAIN_STRING = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4}))+\Z')
+ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
 NOT_LITERAL = bytes(range(0x20)) + b'"\\'
 GIVE_UP_AFTER = 8
 HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a stream, and how long each may be
@@ -691,9 +691,9 @@ class PlainDeltas:
     """Recognises events that differ from one already parsed only in the text of their delta.
 
     `prefix` and `suffix` are that event's bytes around the inside of its text, which is a
-    JSON string. Bytes in its place that hold no quote, backslash or control character
-    (or only two-character escapes) leave the rest of the document as it was: the event
-    is known without parsing it again. Anything else is left to the full parser.
+    JSON string. Bytes in its place that are the inside of a JSON string too leave the rest
+    of the document as it was: the event is known without parsing it again. Anything else is
+    left to the full parser.
     """
 
     def __init__(self, prefix: bytes, suffix: bytes, channel: str, chunked: bool) -> None:
@@ -725,7 +725,7 @@ class PlainDeltas:
             lines.decode()
         except UnicodeDecodeError:  # half a character in each of two texts is two broken ones, however they came
             texts = [text.decode("utf-8", "replace").encode() for text in texts]
-        bare = SHORT_ESCAPE.sub(b"", lines)
+        bare = ESCAPE.sub(b"", lines)
         if len(bare.translate(None, NOT_LITERAL)) != len(bare) - max(0, len(texts) - 1):
             for number, text in enumerate(texts):
                 if PLAIN_STRING.match(text) is None:

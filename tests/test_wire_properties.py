@@ -270,6 +270,15 @@ def test_the_streams_above_do_take_the_short_cut(monkeypatch: Any) -> None:
     assert deltas == 1056 and taken > 150
 
 
+def test_escapes_take_the_short_cut() -> None:
+    """A server that writes ASCII only is no reason to parse every event."""
+    recogniser = load_test.PlainDeltas(b'data: {"content":"', b'"}', "content", chunked=False)
+    insides = [rb"\u00e9", rb"caf\u00E9\n", rb"\ud83d\ude00", rb"\"\u0022"]
+    stream = b"".join(b'data: {"content":"%b"}\n\n' % inside for inside in insides)
+    assert recogniser.take(stream) == (insides, len(stream))
+    assert recogniser.take(stream.replace(rb"\ud83d", rb"\ud83"))[0] == insides[:2]
+
+
 def test_a_run_of_one_thousand_events_is_read_as_one_thousand() -> None:
     """Held reads are let go in time, and none is lost or doubled, however many there are."""
     for chunked in (False, True):
