@@ -1882,8 +1882,9 @@ def read_queueing(curve: Curve) -> list[Reading]:
         long_wait = ttft > LONG_WAIT_SHARE * tpot * max(tokens - 1, 1)
         above = curve.slots is not None and level.c > curve.slots
         shares, waiting = split_shares(level) or {}, waiting_seen(level)
-        told = above or waiting is not None or shares.get("queue", 0.0) > SPLIT_SHARE
         sampled = level.figure("server.peak_deferred") is not None or level.figure("server.peak_waiting") is not None
+        # What a split leaves for the queue holds the server's other delays too, where the server saw nobody wait.
+        told = above or waiting is not None or (shares.get("queue", 0.0) > SPLIT_SHARE and not sampled)
         if (told and (long_wait or outgrown)) or (long_wait and outgrown and not sampled):
             signs = [f"TTFT p90 {ttft:.3f} s"]
             if ttft_growth and tpot_growth and level is not curve.usable[0]:

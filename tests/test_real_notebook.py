@@ -1,0 +1,105 @@
+"""The notebook of three real engines in `data/engines`: what the programs make of it, and that it is not accused.
+
+Its lines were written by `engines/run.sh` on a CPU with tiny models of random weights: a sweep, the prefix pair and
+a curve summary of llama-server, vLLM and mlx_lm.server each, and llama-server's variants.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, RunProgram
+from fake_server import strict_json
+
+NOTEBOOK = ROOT / "tests" / "data" / "engines" / "labbook.md"
+ENGINES = ("llama", "vllm", "mlx")
+RECORDS: list[dict[str, Any]] = [
+    strict_json(line) for line in NOTEBOOK.read_text("utf-8").splitlines() if line.startswith("{")
+]
+
+
+def levels_of(label: str) -> list[dict[str, Any]]:
+    return [record for record in RECORDS if record["label"] == label and "concurrency" in record]
+
+
+def answer(run_program: RunProgram, *args: object) -> Any:
+    done = run_program("summarise_load.py", "--labbook", NOTEBOOK, *args, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return strict_json(done.stdout)
+
+
+def test_three_engines_went_through_the_sweep_and_the_prefix_pair() -> None:
+    assert {record["engine"] for record in RECORDS} == {"llama.cpp", "vllm", "mlx-lm"}
+    for engine in ENGINES:
+        assert [level["concurrency"] for level in levels_of(f"{engine}-baseline")] == [1, 5, 10, 20]
+        for part in ("unique", "shared"):
+            assert [level["concurrency"] for level in levels_of(f"{engine}-prefix-{part}")] == [1, 10]
+    assert all(record["failed"] == 0 for record in RECORDS if "concurrency" in record)
+
+
+def test_nothing_real_is_accused(run_program: RunProgram) -> None:
+    findings = answer(run_program, "--check")["findings"]
+    assert not [finding for finding in findings if finding["status"] == "FAIL"]
+    assert next(finding for finding in findings if finding["rule"] == "consistent")["status"] == "PASS"
+
+
+def test_a_figure_that_is_altered_is_found(run_program: RunProgram, tmp_path: Path) -> None:
+    altered = [dict(record) for record in RECORDS]
+    level = next(record for record in altered if record["label"] == "mlx-baseline" and record.get("concurrency") == 10)
+    level["output_tokens_per_s"] = round(level["output_tokens_per_s"] * 1.05, 4)
+    path = tmp_path / "altered.md"
+    path.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in altered), "utf-8")
+    done = run_program("summarise_load.py", "--labbook", path, "--check", "--json")
+    findings = strict_json(done.stdout)["findings"]
+    failed = [finding for finding in findings if finding["status"] == "FAIL"]
+    assert done.returncode == 1 and [finding["rule"] for finding in failed] == ["consistent"]
+    assert "mlx-baseline c=10" in failed[0]["message"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_curve_is_that_of_its_lines(run_program: RunProgram, engine: str) -> None:
+    """Fit, scaling and knee, worked out here from the lines alone."""
+    label = f"{engine}-baseline"
+    curve = answer(run_program, "--label", label)
+    levels = levels_of(label)
+    assert [level["output_tokens_per_s"] for level in curve["levels"]] == [
+        level["output_tokens_per_s"] for level in levels
+    ]
+    points = [(level["concurrency"], 1000 * level["tpot_s"]["p50"]) for level in levels]
+    mean_c, mean_t = (math.fsum(values) / len(points) for values in zip(*points))
+    slope = math.fsum((c - mean_c) * (t - mean_t) for c, t in points) / math.fsum((c - mean_c) ** 2 for c, _ in points)
+    assert curve["fit"]["b_ms"] == pytest.approx(slope) and curve["fit"]["a_ms"] == pytest.approx(
+        mean_t - slope * mean_c
+    )
+    rates = {level["concurrency"]: level["output_tokens_per_s"] for level in levels}
+    gains = [(b, (rates[b] - rates[a]) / (b - a)) for a, b in zip((1, 5, 10), (5, 10, 20))]
+    first = next((c for c, gain in gains if gain < rates[1] / 2), None)
+    assert (curve["knee"]["between"] or [None, None])[1] == first
+
+
+def test_where_the_server_saw_nobody_wait_there_was_no_queue(run_program: RunProgram) -> None:
+    assert all(level["server"]["peak_deferred"] == 0 for level in levels_of("llama-baseline"))
+    readings = answer(run_program, "--label", "llama-baseline")["readings"]
+    assert "queueing" not in [reading["code"] for reading in readings]
+    assert next(reading for reading in readings if reading["code"] == "client")["levels"][-1] == 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_shared_preamble_was_cached_and_the_control_was_not(run_program: RunProgram, engine: str) -> None:
+    compared = answer(run_program, "--compare", f"{engine}-prefix-unique", f"{engine}-prefix-shared")
+    for side, low, high in (("a", 0.0, 0.1), ("b", 0.5, 1.0)):
+        shares = [level["cached_share"] for level in compared[side]["levels"]]
+        assert all(low <= share <= high for share in shares), (side, shares)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_it_draws(run_program: RunProgram, tmp_path: Path, engine: str) -> None:
+    curve = json.dumps(answer(run_program, "--label", f"{engine}-baseline"))
+    done = run_program("scripts/draw_curve.py", "--svg", "curve.svg", "--html", "curve.html", input=curve)
+    assert done.returncode == 0, done.stderr
+    assert f"{engine}-baseline" in (tmp_path / "curve.svg").read_text("utf-8")
+    assert "consistent" in (tmp_path / "curve.html").read_text("utf-8")
