@@ -598,8 +598,10 @@ def test_the_table_of_alterations_is_true(measured: Measured, tmp_path: Path) ->
 # ---------------------------------------------------------------- pictures
 
 PICTURES = {
-    "tests/data/walk/first.svg": ("sim.md", "--label", "first"),
-    "tests/data/walk/two.svg": ("two.md", "--compare", "server-a", "server-b"),
+    "tests/data/walk/first.svg": ("walk/sim.md", "--label", "first"),
+    "tests/data/walk/two.svg": ("walk/two.md", "--compare", "server-a", "server-b"),
+    "tests/data/engines/vllm.svg": ("engines/labbook.md", "--label", "vllm-baseline"),
+    "tests/data/engines/llama-mlx.svg": ("engines/labbook.md", "--compare", "llama-baseline", "mlx-baseline"),
 }
 
 
@@ -607,7 +609,7 @@ def drawn(picture: str, folder: Path) -> bytes:
     """A picture of the gallery as the programs draw it now."""
     notebook, *what = PICTURES[picture]
     data = subprocess.run(
-        [sys.executable, str(ROOT / "summarise_load.py"), "--labbook", f"tests/data/walk/{notebook}", *what, "--json"],
+        [sys.executable, str(ROOT / "summarise_load.py"), "--labbook", f"tests/data/{notebook}", *what, "--json"],
         cwd=ROOT,
         capture_output=True,
         check=True,
