@@ -1610,7 +1610,8 @@ def read_stamped(sock: socket.socket, clock: Clock) -> tuple[bytes, float, float
         now = clock()
         return data, now, now
     data, ancillary, _, _ = sock.recvmsg(65536, 64)
-    now, wall = clock(), time.time()
+    wall = time.time()
+    now = clock()  # after it, so that a pause between the two makes an arrival too late and never too early
     for level, kind, value in ancillary:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS and len(value) >= TIMESPEC.size:
             seconds, nanoseconds = TIMESPEC.unpack_from(value)
