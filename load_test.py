@@ -1658,7 +1658,8 @@ async def fetch_json(route: Route, path: str) -> Json:
     status, body = await fetch(route, path)
     text = body.decode("utf-8", "replace")
     if status != 200:
-        raise ControlError(f"http {status} from {path}: {printable(route.secrets.hide(printable(text)), 120)}", status)
+        said = printable(route.secrets.hide(printable(text)), 120) or "no text"
+        raise ControlError(f"http {status} from {path}: {said}", status)
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
