@@ -19,11 +19,12 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, NoReturn
 
 TOOL_VERSION = "2.0.0"  # the same in all programs
 
@@ -581,15 +582,26 @@ def write(path: str, content: str) -> None:
 
 def complain(line: str) -> None:
     """Say it on standard error; where that is closed or full, the exit code alone has to."""
-    if sys.stderr is not None:
+    if sys.stderr is None:
+        return
+    try:
+        print(f"draw_curve.py: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # what stays in its buffer must not fail again when the interpreter leaves
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stderr, flush=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose errors are raised, for one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (draw_curve.py --help shows the options)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
     about = (__doc__ or "").partition("Examples:")
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="draw_curve.py",
         description=about[0],
         epilog="Examples:" + about[2],
@@ -612,7 +624,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.html is not None:
             write(args.html, page(curves, notes))
     except UsageError as error:
-        complain(f"draw_curve.py: {error}")
+        complain(str(error))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -150,8 +150,13 @@ Reply = tuple[int, str, bytes]  # status, content type, body
 
 def complain(message: str) -> None:
     """One line on standard error, which whoever started the server may have closed."""
-    with contextlib.suppress(OSError):
+    if sys.stderr is None:
+        return
+    try:
         print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # what stays in its buffer must not fail again when the interpreter leaves
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class UsageError(Exception):

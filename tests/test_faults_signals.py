@@ -305,6 +305,7 @@ def test_the_null_server_is_no_part_of_our_group(tmp_path: Path, monkeypatch: py
 AT_START = {  # what sitecustomize does, in the interpreter that then runs the program
     "importing": """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the tests' own shell ignores it
 class Strike:
     def find_spec(self, name, path=None, target=None):
         if name == "asyncio":
