@@ -671,7 +671,7 @@ def config_model(path: str, read_weights: bool = True) -> Model:
     name = str(config.get("_name_or_path") or os.path.basename(os.path.dirname(os.path.abspath(file))) or "model")
     folder = os.path.dirname(file) or "."
     weights: tuple[Weights, ...] = ()
-    if read_weights and any(entry.endswith(".safetensors") for entry in sorted(os.listdir(folder))):
+    if read_weights and names_in(folder, ".safetensors"):
         weights = (safetensors_weights(folder, config, count),)
     heads = None
     if len(set(layers)) == 1 and layers[0].v_values and layers[0].window is None and not layers[0].state_bytes:
@@ -923,6 +923,14 @@ def safetensors_weights(path: str, config: Config | None = None, layers: int | N
     return Weights("safetensors", source, sum(sizes.values()), not_read, experts, count, used)
 
 
+def names_in(folder: str, ending: str) -> list[str]:
+    """The sorted names in a folder with that ending. Raises UsageError where the folder cannot be listed."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(ending))
+    except OSError as error:
+        raise UsageError(f"cannot list the folder {folder}: {error.strerror or error}; name the file in it") from None
+
+
 def safetensors_files(path: str) -> list[str]:
     """The files of one checkpoint: those that its index names, else model*.safetensors, else all."""
     if not os.path.isdir(path):
@@ -939,7 +947,7 @@ def safetensors_files(path: str) -> list[str]:
                 f"{path}: {len(missing)} of {len(files)} files that the index names are not there, first {missing[0]}"
             )
         return files
-    found = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    found = names_in(path, ".safetensors")
     chosen = [name for name in found if name.startswith("model")] or found
     if not chosen:
         raise UsageError(f"no .safetensors file in {path}")
@@ -989,6 +997,7 @@ GGUF_FILE_TYPES = {
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
 }  # fmt: skip
+GGUF_MAX_DIMENSIONS = 8  # ggml has 4; the product of a damaged file's thousands takes minutes
 GGUF_KEPT_ARRAY = 4096  # per-layer arrays are kept; a vocabulary's are skipped
 
 # Architectures in which llama.cpp uses a sliding window: the period n (every n-th layer is full) where the file has no
@@ -1084,7 +1093,10 @@ class GgufReader:
         unknown = []
         for _ in range(count):
             name = self.string()
-            dimensions = [self.number("Q") for _ in range(self.number("I"))]
+            rank = self.number("I")
+            if rank > GGUF_MAX_DIMENSIONS:
+                raise UsageError(f"{self.path}: a tensor of {rank} dimensions in its header: damaged")
+            dimensions = [self.number("Q") for _ in range(rank)]
             kind, offset = self.number("I"), self.number("Q")
             offsets.append((offset, name))
             if kind in GGML_TYPES:
@@ -1141,7 +1153,7 @@ class Gguf:
 def gguf_model(path: str) -> Model:
     """Shape and weights of a GGUF file (all parts of a split one)."""
     if os.path.isdir(path):
-        found = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
+        found = names_in(path, ".gguf")
         raise UsageError(f"--gguf wants a file; {path} is a folder" + (f" that holds {found[0]}" if found else ""))
     reader = GgufReader(path)
     gguf = Gguf(reader)
@@ -1881,8 +1893,9 @@ def read_notebook(path: str) -> tuple[list[Mapping[str, Any]], list[str]]:
     return records, notes
 
 
-def label_levels(path: str, label: str | None) -> tuple[str, list[Level], list[str]]:
-    """(label, its levels sorted by c, notes). Raises ResultError where the notebook has no such label."""
+def label_levels(path: str, label: str | None) -> tuple[str, list[Level], Mapping[str, Any], list[str]]:
+    """(label, its levels sorted by c, the newest record that counts, notes): that record's settings are the label's, as
+    in summarise_load.py. Raises ResultError where the notebook has no such label."""
     records, notes = read_notebook(path)
     labels = list(dict.fromkeys(str(record.get("label")) for record in records))
     if not labels:
@@ -1896,7 +1909,10 @@ def label_levels(path: str, label: str | None) -> tuple[str, list[Level], list[s
             by_c.setdefault(record["concurrency"], []).append(record)
     if not by_c:
         raise ResultError(f"no label {label!r} in {path}; it has: {', '.join(map(plain, labels))}")
-    return label, [Level(c, newest_run(by_c[c])) for c in sorted(by_c)], notes
+    levels = [Level(c, newest_run(by_c[c])) for c in sorted(by_c)]
+    places = {id(record): place for place, record in enumerate(records)}
+    counted = [record for level in levels for record in level.records]
+    return label, levels, max(counted, key=lambda record: (instant(record) or 0.0, places[id(record)])), notes
 
 
 def newest_run(records: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -2008,11 +2024,10 @@ def make_line(
 
 def measure(path: str, label: str | None, slots: int | None) -> Measured:
     """Read a label's levels and fit its TPOT line over those at or below the slots."""
-    label, all_levels, notes = label_levels(path, label)
+    label, all_levels, settings, notes = label_levels(path, label)
     levels = [level for level in all_levels if level.total("completed") > 0]
     if not levels:
         raise ResultError(f"label {label!r} in {path} has no level with a completed request")
-    settings = levels[-1].records[-1]
     slots = slots or int(as_float(settings.get("server_slots")) or 0) or None  # 0 stands for unknown
     fitted_levels = [level for level in levels if slots is None or level.c <= slots]
     points = [(float(level.c), 1000 * tpot) for level in fitted_levels for tpot in level.values("tpot_s", "p50")]

@@ -217,7 +217,7 @@ NEWER: dict[str, Any] = {"recorded_at": "2026-11-29T09:30:00Z"}
 def test_both_programs_choose_the_same_run(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     """By the instant recorded, then the run id, then the place; the run to choose has a TPOT of 21.5 ms."""
     path = notebook(tmp_path, *records)
-    _, (ours,), _ = sa.label_levels(str(path), None)
+    _, (ours,), _, _ = sa.label_levels(str(path), None)
     curve = summarise_load.find_curve(summarise_load.read_notebook(str(path)), "llama-baseline")
     assert curve.levels[0].figure("tpot_s.p50") == ours.median("tpot_s", "p50") == 0.0215
 
@@ -422,3 +422,15 @@ def test_the_prediction_equals_what_an_engine_of_that_a_and_b_does(
     assert predicted["knee_between"] == answer["knee_between"] == [5, 10]
     assert predicted["last_level_within_objective"] == answer["operating_point"] == 5
     assert answer["knee_explained_by"] == "bandwidth"
+
+
+def test_the_settings_of_a_label_are_those_of_its_newest_record(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As summarise_load.py has it: one label must not be fitted over other levels here."""
+    records = [
+        level(20, 24.5, 0.5, 8, server_slots=8, **OLDER),
+        *(level(c, server_slots=20, recorded_at="2026-11-30T10:00:00+01:00") for c in (1, 5, 10)),
+    ]
+    answer = measured(capsys, notebook(tmp_path, *records), "--bandwidth", 273)
+    assert answer["fit_levels"] == [1, 5, 10, 20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -521,6 +522,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf_string("k") + struct.pack("<I", 77), "unknown metadata type 77"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**60), "cut short?"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**62), "cut short?"),
+        (gguf_bytes({}, [("t", [1] * 9, F32)]), "a tensor of 9 dimensions in its header: damaged"),
         (gguf_bytes({"general.architecture": "clip"}), "no clip.block_count in it"),
         (gguf_bytes({}), "no architecture.block_count"),
         (gguf_bytes({"general.architecture": "a", "a.block_count": 0}), "a.block_count is 0"),
@@ -556,6 +558,18 @@ def test_no_gguf_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactory, d
 def test_a_folder_given_as_gguf_names_the_file_in_it(tmp_path: Path) -> None:
     write_gguf(tmp_path, {})
     assert "holds model.gguf" in refused("--gguf", tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--config", "--safetensors", "--gguf"])
+def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    """Such as one of mode 711: its files can be opened by name, their names cannot be had."""
+    write_config(tmp_path, CONFIGS["qwen3-8b"])
+
+    def forbidden(_: object) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "listdir", forbidden)
+    assert f"cannot list the folder {tmp_path}: Permission denied" in refused(option, tmp_path)
 
 
 def test_a_file_that_the_gguf_package_wrote(tmp_path: Path) -> None:
