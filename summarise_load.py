@@ -54,6 +54,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -1013,7 +1014,8 @@ def read_raw(path: str) -> RawFile:
             data = parse_json(text)
             if cut or not isinstance(data, dict) or not all(map(is_count, (data["repeat"], data["concurrency"]))):
                 raise ValueError("no per-request record")
-            if fault := oversized("", data):
+            ours = {name: value for name, value in data.items() if name != "timings"}  # the server's own, in any unit
+            if fault := oversized("", ours):
                 raise ValueError(fault)
             key = (str(data["label"]), str(data["run_id"]), int(data["repeat"]), int(data["concurrency"]))
         except KeyError as error:
@@ -1082,7 +1084,8 @@ def raw_spans(requests: Sequence[Mapping[str, Any]], concurrency: int) -> dict[s
             in_flight = busy.over(wall)
             found["mean_in_flight"] = Span(min(in_flight.low, concurrency), min(in_flight.high, concurrency))
     prompts = [value for request in good if (value := as_number(request.get("prompt_tokens"))) is not None]
-    cached = [as_number(request.get("cached_tokens")) for request in good]
+    counted = [request for request in good if as_number(request.get("prompt_tokens")) is not None] or good
+    cached = [as_number(request.get("cached_tokens")) for request in counted]
     if prompts:
         found["prompt_tokens_mean"] = mean_span([Span(float(value), float(value)) for value in prompts])
     if any(value is not None for value in cached):
@@ -1604,11 +1607,11 @@ def count_within(record: Record, name: str, limit: float, completed: int) -> tup
     least, most = 0, completed
     for key, percent in (("min", 0), ("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100)):
         value = measured(record, f"{name}.{key}")
-        rank = max(1, -(-percent * completed // 100))
+        place = rank(percent, completed)
         if value is not None and value.high <= limit:
-            least = max(least, rank)
+            least = max(least, place + 1)
         if value is not None and value.low > limit:
-            most = min(most, rank - 1)
+            most = min(most, place)
     return least, most
 
 
@@ -1852,12 +1855,8 @@ def waiting_seen(level: Level) -> tuple[str, float] | None:
 
 
 def split_part(level: Level, part: str) -> float | None:
-    """One part of the time to first token: its p50 where known per request, else its mean, in seconds."""
-    for path in (f"ttft_split_s.{part}.p50", f"ttft_split_s.{part}.mean", f"ttft_split_s.{part}"):
-        value = level.figure(path)
-        if value is not None:
-            return value
-    return None
+    """The mean of one part of the time to first token, in seconds: means add up to a mean, medians do not."""
+    return level.figure(f"ttft_split_s.{part}.mean")
 
 
 def split_shares(level: Level) -> dict[str, float] | None:
@@ -1914,12 +1913,18 @@ def read_queueing(curve: Curve) -> list[Reading]:
     return [Reading("queueing", tuple(item[0] for item in found), evidence, advice, values, certain=told)]
 
 
-SPLIT_MEANING = {  # the part that dominates: code, what it means, one thing to try
+SPLIT_MEANING = {  # the part of the mean that dominates: code, what it means, one thing to try
     "queue": ("ttft_is_queue", "an admission limit, not a slow model", "raise the slots, or admit fewer requests"),
     "prefill": ("ttft_is_prefill", "it waits for prompts", "cache the common prefix, or shorten the prompts"),
     "rest": ("ttft_is_decode", "mostly one decode step", "nothing: the first token comes like any other"),
     "none": ("ttft_is_mixed", "no part dominates", "see which part grows from level to level"),
 }
+# vLLM's own clock has the first step in its prefill: what is left of the client's mean is outside the engine.
+OUTSIDE_MEANING = (
+    "ttft_is_outside",
+    "mostly outside the engine",
+    "look at its HTTP server, its tokeniser and the client",
+)
 
 
 def read_split(curve: Curve) -> list[Reading]:
@@ -1930,10 +1935,12 @@ def read_split(curve: Curve) -> list[Reading]:
     level, shares = told[-1]
     part = max(shares, key=lambda name: shares[name])
     code, meaning, advice = SPLIT_MEANING[part if shares[part] > SPLIT_SHARE else "none"]
+    if code == "ttft_is_decode" and level.figure("ttft_split_s.rest.p50") is None:  # from histograms
+        code, meaning, advice = OUTSIDE_MEANING
     seconds = {name: split_part(level, name) for name in shares}
     text = ", ".join(f"{name} {seconds[name]:.3f} s ({share:.0%})" for name, share in shares.items())
     values = {"c": level.c, "seconds": seconds, "shares": shares}
-    return [Reading(code, (level.c,), f"time to first token at c={level.c}: {text}: {meaning}", advice, values)]
+    return [Reading(code, (level.c,), f"mean time to first token at c={level.c}: {text}: {meaning}", advice, values)]
 
 
 def read_prefills(curve: Curve) -> list[Reading]:
@@ -2311,7 +2318,9 @@ def fit_lines(curve: Curve) -> list[str]:
     lines = [f"TPOT p50 ~ {fit.a_ms:.2f} ms + {fit.b_ms:.3f} ms x c  ({', '.join(details)})"]
     at = fit.c_at(curve.slo_tpot_s)
     if fit.a_ms < 0:
-        lines.append("a is below 0: TPOT follows no line over these levels; repeat with load_test.py --repeat 3")
+        lines.append(
+            "a is below 0, so no step time: the line does not hold near c = 0; repeat with load_test.py --repeat 3"
+        )
     if fit.ceiling is None:
         lines.append("ceiling: none implied, b is not above 0 over these levels")
     else:
@@ -2466,6 +2475,12 @@ def markdown_text(text: str) -> str:
     return re.sub(r"([\\`*<|])", r"\\\1", text)
 
 
+def newest_date(records: Iterable[Record]) -> str | None:
+    """`recorded_at` of the newest line, whether it counts or not."""
+    dated = [(record.instant, str(record.data["recorded_at"])) for record in records if record.instant is not None]
+    return max(dated)[1] if dated else None
+
+
 def list_lines(book: Notebook) -> list[str]:
     """One line per label, in file order."""
     rows = []
@@ -2473,19 +2488,18 @@ def list_lines(book: Notebook) -> list[str]:
         curve = build_curve(label, records)
         whole = [level.c for level in curve.levels if not level.interrupted]
         cut = [level.c for level in curve.levels if level.interrupted]
-        dated = [(record.instant, record.data["recorded_at"]) for record in records if record.instant is not None]
         rows.append(
             [
                 as_word(curve.label),
                 setting_text(curve.settings["engine"]),
                 setting_text(curve.settings["prompt_set"]),
                 f"levels {c_list(whole) or 'none'}{f' interrupted {c_list(cut)}' if cut else ''}",
-                f"last {max(dated)[1][:10] if dated else 'unknown'}",
+                f"last {(newest_date(records) or 'unknown')[:10]}",
             ]
         )
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
     return [
-        f"==> {len(rows)} label(s) in {book.path}",
+        f"==> {len(rows)} label(s) in {printable(book.path)}",
         *("  ".join([*(text.ljust(width) for text, width in zip(row, widths)), row[-1]]) for row in rows),
     ]
 
@@ -2593,7 +2607,7 @@ def compare_text(a: Curve, b: Curve, markdown: bool) -> str:
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """One line per rule, then the count."""
-    lines = [f"{finding.status}  {finding.rule}: {finding.message}" for finding in findings]
+    lines = [f"{finding.status}  {finding.rule}: {printable(finding.message)}" for finding in findings]
     counts = tally_of(findings)
     return [*lines, f"{counts[PASS]} pass, {counts[WARN]} warn, {counts[FAIL]} fail"]
 
@@ -2742,8 +2756,8 @@ def list_json(book: Notebook) -> dict[str, Any]:
     """What --list --json prints: kind "list" · labels [{label, word (as --list shows it), levels, interrupted,
     repeats, settings, last}]."""
     labels = []
-    for curve in build_curves(book).values():
-        dates = [record.data.get("recorded_at") for level in curve.levels for record in level.records]
+    for label, records in book.by_label().items():
+        curve = build_curve(label, records)
         labels.append(
             {
                 "label": curve.label,
@@ -2752,7 +2766,7 @@ def list_json(book: Notebook) -> dict[str, Any]:
                 "interrupted": [level.c for level in curve.levels if level.interrupted],
                 "repeats": curve.repeats,
                 "settings": dict(curve.settings),
-                "last": max(filter(None, dates), key=lambda text: parse_instant(text) or 0.0, default=None),
+                "last": newest_date(records),
             }
         )
     return {"kind": "list", "tool_version": TOOL_VERSION, "labbook": book.path, "labels": labels}
@@ -2890,6 +2904,44 @@ def append_record(path: str, record: Mapping[str, Any]) -> None:
         raise ResultError(f"cannot append to {path}: {reason}; the line is on standard output") from None
 
 
+STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")  # /dev/null, /dev/stdout and the shell's >(command)
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a file, whole or not at all: a full disk leaves what was there before. Raises UserError, also for a folder
+    and for a pipe, whose opening waits for a reader."""
+    data = text.encode("utf-8", "backslashreplace")
+    try:
+        if os.path.dirname(path) in STREAM_FOLDERS:
+            with open(path, "wb") as file:
+                file.write(data)
+            return
+        mode = os.stat(path).st_mode if os.path.exists(path) else None
+        if (mode is not None and not stat.S_ISREG(mode)) or not os.path.basename(path):
+            raise UserError(f"cannot write {path}: it is a folder, a pipe or a device, not a file; name another file")
+        if mode is not None and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        replace_file(os.path.realpath(path), data, mode)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def replace_file(path: str, data: bytes, mode: int | None) -> None:
+    """Write data beside a file, then put it in the file's place, with its mode. Raises OSError."""
+    beside = os.path.join(os.path.dirname(path), f".{os.getpid()}-{time.monotonic_ns()}.tmp")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+        if mode is not None:
+            os.chmod(beside, stat.S_IMODE(mode))
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
 VLLM_METRICS = (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "chunk_gap_s"), ("e2el", "e2e_s"))
 VLLM_ARRAYS = ("ttfts", "itls", "output_lens", "errors")  # there with --save-detailed
 IMPORT_SETTINGS = (
@@ -2917,7 +2969,6 @@ def to_vllm_bench(level: Level) -> dict[str, Any]:
     """
     runs = sorted(level.records, key=lambda record: record.number("output_tokens_per_s") or 0.0)
     record = runs[(len(runs) - 1) // 2]
-    instant = record.instant
     prompt, completed, tokens = (
         record.number("prompt_tokens_mean"),
         record.count("completed"),
@@ -2927,7 +2978,7 @@ def to_vllm_bench(level: Level) -> dict[str, Any]:
     wall = record.number("wall_s")
     both = (total_input + tokens) / wall if total_input is not None and tokens is not None and wall else None
     out: dict[str, Any] = {
-        "date": datetime.fromtimestamp(instant).strftime("%Y%m%d-%H%M%S") if instant is not None else None,
+        "date": local_date(record.instant),
         "endpoint_type": "openai-chat",
         "backend": "openai-chat",
         "label": record.label,
@@ -2961,6 +3012,14 @@ def to_vllm_bench(level: Level) -> dict[str, Any]:
             value = record.number(f"{ours}.{key}") if key else None
             out[f"{name}_{theirs}_ms"] = None if value is None else 1000.0 * value
     return out
+
+
+def local_date(instant: float | None) -> str | None:
+    """An instant as that tool writes it, in local time; None where it is unknown, or in no year that a date has."""
+    try:
+        return None if instant is None else datetime.fromtimestamp(instant).strftime("%Y%m%d-%H%M%S")
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def read_vllm_bench(path: str) -> list[dict[str, Any]]:
@@ -3033,7 +3092,10 @@ def from_vllm_bench(result: Mapping[str, Any], label: str | None, settings: Mapp
         record.update(vllm_detailed(result, record, wall) or vllm_summary(source, record, wall))
     except (TypeError, OverflowError) as error:
         raise ValueError(f"its figures are not all numbers of a possible size ({error})") from None
-    fault = field_fault(parse_json(json.dumps(record)))  # what is written must be read again
+    line = json.dumps(record, sort_keys=True)
+    if len(line) >= MAX_LINE_BYTES:
+        raise ValueError(f"its line would be {len(line)} bytes; a notebook's are shorter than {MAX_LINE_BYTES}")
+    fault = field_fault(parse_json(line))  # what is written must be read again
     if fault:
         raise ValueError(fault)
     return record
@@ -3313,7 +3375,7 @@ def complain(message: str) -> None:
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(f"{PROGRAM}: {message}\n")
+        sys.stderr.write(f"{PROGRAM}: {printable(message)}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         silence(sys.stderr)
@@ -3389,11 +3451,7 @@ def run_export(options: Options, book: Notebook) -> tuple[str, int]:
         return text, 0
     if os.path.exists(str(options.export_to)) and os.path.samefile(str(options.export_to), book.path):
         raise UserError(f"--export {options.export_to}: that is the notebook")
-    try:
-        with open(str(options.export_to), "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"cannot write {options.export_to}: {error.strerror or error}") from None
+    write_file(str(options.export_to), text)
     complain(f"wrote c={c} of {as_word(curve.label)} to {options.export_to}")
     return "", 0
 
@@ -3439,14 +3497,14 @@ def check_many(options: Options, paths: Sequence[str], raw: RawFile | None) -> t
     lines: list[str] = []
     files: list[dict[str, Any]] = []
     for path in paths:
-        lines.append(f"==> {path}")
+        lines.append(f"==> {printable(path)}")
         try:
             book = read_notebook(path)
             report(book.path, book.remarks)
             findings = check(book, raw)
         except UserError as error:
             files.append({"labbook": path, "verdict": UNREADABLE, "error": str(error), **check_json([])})
-            lines += [str(error), ""]
+            lines += [printable(error), ""]
             continue
         counts = tally_of(findings)
         result = next((status for status in (FAIL, WARN) if counts[status]), PASS)
@@ -3460,7 +3518,8 @@ def check_many(options: Options, paths: Sequence[str], raw: RawFile | None) -> t
         return to_csv([{"labbook": item["labbook"], **found} for item in files for found in item["findings"]]), code
     table = [["verdict", "pass", "warn", "fail", "notebook"]]
     table += [
-        [item["verdict"], *(str(item[key]) for key in ("pass", "warn", "fail")), item["labbook"]] for item in files
+        [item["verdict"], *(str(item[key]) for key in ("pass", "warn", "fail")), printable(item["labbook"])]
+        for item in files
     ]
     return "\n".join(lines + align([row[:4] for row in table], [row[4] for row in table])) + "\n", code
 

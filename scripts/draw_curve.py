@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
+import stat
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -571,13 +574,43 @@ def read_document(path: str | None) -> Any:
         raise UsageError(f"{path or 'standard input'}: is not JSON; pipe summarise_load.py --json into this") from None
 
 
+STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")  # /dev/null, /dev/stdout and the shell's >(command)
+
+
 def write(path: str, content: str) -> None:
+    """Write a file, whole or not at all: a full disk leaves what was there before. Raises UsageError, also for a folder
+    and for a pipe, whose opening waits for a reader."""
     try:
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
-            file.write(content)
+        data = content.encode()
+        if os.path.dirname(path) in STREAM_FOLDERS:
+            with open(path, "wb") as file:
+                file.write(data)
+            return
+        mode = os.stat(path).st_mode if os.path.exists(path) else None
+        if (mode is not None and not stat.S_ISREG(mode)) or not os.path.basename(path):
+            raise UsageError(f"{path}: cannot be written (it is a folder, a pipe or a device, not a file)")
+        if mode is not None and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        replace(os.path.realpath(path), data, mode)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{path}: cannot be written ({reason})") from None
+
+
+def replace(path: str, data: bytes, mode: int | None) -> None:
+    """Write data beside a file, then put it in the file's place, with its mode. Raises OSError."""
+    beside = os.path.join(os.path.dirname(path), f".{os.getpid()}-{time.monotonic_ns()}.tmp")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+        if mode is not None:
+            os.chmod(beside, stat.S_IMODE(mode))
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
 
 
 def complain(line: str) -> None:

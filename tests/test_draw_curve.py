@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -198,3 +199,35 @@ def test_bad_input_ends_with_2_where_nothing_can_be_said(tmp_path: Path, redirec
     command = f"exec '{sys.executable}' '{ROOT / 'scripts' / 'draw_curve.py'}' nowhere --svg x.svg {redirect}"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_a_pipe_and_a_folder_are_refused_and_no_reader_is_waited_for(tmp_path: Path) -> None:
+    source = tmp_path / "curve.json"
+    source.write_text(json.dumps(curve()))
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, str(ROOT / "scripts" / "draw_curve.py"), str(source)]
+    for option, target in (("--svg", tmp_path / "pipe"), ("--html", tmp_path / "pipe"), ("--svg", tmp_path)):
+        done = subprocess.run([*command, option, str(target)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "not a file" in done.stderr and done.stderr.count("\n") == 1
+    for stream in ("/dev/null", "/dev/stdout"):
+        done = subprocess.run([*command, "--svg", stream], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "") and ("<svg" in done.stdout) == (stream == "/dev/stdout")
+
+
+def test_a_full_disk_loses_no_picture(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk. What a picture had, its link and its mode, it keeps."""
+    source, old, new, link = (tmp_path / name for name in ("curve.json", "old.svg", "new.svg", "link.svg"))
+    source.write_text(json.dumps(curve()))
+    old.write_text("the old picture")
+    old.chmod(0o640)
+    link.symlink_to(old)
+    draw = f"trap '' XFSZ; '{sys.executable}' '{ROOT / 'scripts' / 'draw_curve.py'}' curve.json --svg"
+    for target in ("old.svg", "new.svg"):
+        done = subprocess.run(
+            ["sh", "-c", f"ulimit -f 1; {draw} {target}"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2 and "cannot be written" in done.stderr, done
+    assert old.read_text() == "the old picture" and not new.exists()
+    assert subprocess.run(["sh", "-c", f"{draw} link.svg"], cwd=tmp_path, timeout=60).returncode == 0
+    assert "<svg" in old.read_text() and link.is_symlink() and old.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.json", "link.svg", "old.svg"]

@@ -81,6 +81,12 @@ def test_list(book: Book) -> None:
         assert re.search(r"llama\.cpp +mixed +levels 1,20 +last 2026-11-29$", lines[1])
 
 
+def test_list_gives_the_newest_line_as_text_and_as_json(book: Book) -> None:
+    book.write([honest(1), honest(1, interrupted=True, recorded_at="2026-11-30T08:00:00+00:00", run_id="later")])
+    assert "last 2026-11-30" in book.run("--list").stdout
+    assert json.loads(book.run("--list", "--json").stdout)["labels"][0]["last"] == "2026-11-30T08:00:00+00:00"
+
+
 @pytest.mark.parametrize("name", ["my second run", "my%20second%20run"])
 def test_a_label_is_found_as_written_and_as_listed(book: Book, name: str) -> None:
     result = book.write([honest(5, label="my second run")]).run("--label", name)

@@ -234,3 +234,31 @@ def test_a_raw_figure_that_no_request_can_have_is_damage(book: Book, field: str,
     raw = write_raw(book, lines[1:], *[json.dumps({**lines[0], field: number})] * 2)
     result = book.run("--check", "--raw", raw)
     assert result.returncode == 1 and f"{field} is {number:g}: beyond anything" in result.stdout
+
+
+def test_the_servers_own_timings_are_in_no_unit_of_ours(book: Book) -> None:
+    """A clock in nanoseconds is larger than any figure of ours."""
+    record, lines = level_and_lines(Load(), 6)
+    book.write([{**record, **RUN}])
+    raw = write_raw(book, [{**line, "timings": {"t_start_ns": 1_800_000_000_000_000_000}} for line in lines])
+    result = book.run("--check", "--raw", raw)
+    assert "PASS  raw: 1 level record recomputed" in result.stdout, result
+
+
+def test_a_file_name_cannot_act_on_a_terminal(book: Book) -> None:
+    record, lines = level_and_lines(Load(), 6)
+    book.path = book.path.parent / "a\n\x1b[31mb.md"
+    book.write([{**record, **RUN}], '{"lab": "llm-load-lab"')
+    raw = write_raw(book, lines)
+    odd = raw.rename(raw.parent / "r\n\x1b[31m.jsonl")
+    named = ("--labbook", book.path)
+    for arguments in (
+        ("--list", *named),
+        ("--label", "none", *named),
+        ("--check", "--raw", odd, *named),
+        ("--check", book.path, book.path.parent / "no\n\x1b.md"),
+        ("--check", "--raw", book.path.parent / "no\n\x1b.jsonl", *named),
+    ):
+        result = book.run(*arguments)
+        assert "\x1b" not in result.stdout + result.stderr, arguments
+        assert "\\n\\x1b" in result.stdout + result.stderr, arguments

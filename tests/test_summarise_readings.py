@@ -108,10 +108,26 @@ def test_the_split_from_histograms(sweep: Sweep) -> None:
     assert split is not None and split["values"]["seconds"]["queue"] > 0
 
 
+def test_the_split_is_one_of_means() -> None:
+    """Half of the requests queue for 4 s and half do not: the median of the queue is 0, and its mean 2 s."""
+    split = {"queue": {"p50": 0.0, "p90": 4.0, "mean": 2.0}, "prefill": {"p50": 0.3, "p90": 0.3, "mean": 0.3}}
+    split["rest"] = {"p50": 0.02, "p90": 0.02, "mean": 0.02}
+    found = {one.code: one for one in sl.read_curve(curve_of(exact(10, ttft_split_s=split)))}
+    assert found["ttft_is_queue"].values["shares"]["queue"] == pytest.approx(2 / 2.32)
+
+
+def test_what_histograms_leave_is_outside_the_engine() -> None:
+    parts = {"queue": 0.001, "prefill": 0.02, "rest": 0.1}
+    means = {part: {"mean": value} for part, value in parts.items()}
+    assert "ttft_is_outside" in codes(curve_of(exact(10, ttft_split_s=means)))
+    each = {part: {"p50": value, "p90": value, "mean": value} for part, value in parts.items()}
+    assert "ttft_is_decode" in codes(curve_of(exact(10, ttft_split_s=each)))
+
+
 def test_other_requests_prefills(sweep: Sweep) -> None:
     # answers of different lengths, or all requests would start and stall together
     blocking = (*PLAIN, "--prefill-blocks", "--prefill-tok-s", 2500, "--early-stop", 24)
-    document = sweep(blocking, "4", "--prompt-set", "mixed-length", "--requests", 32, "--max-tokens", 24, "--seed", 1)
+    document = sweep(blocking, "4", "--prompt-set", "mixed-length", "--requests", 32, "--max-tokens", 24, "--seed", 4)
     stalls = reading(document, "other_prefills")
     assert stalls is not None and stalls["values"]["ratio"] > 1.5
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,43 @@ def test_export_asks_which_level(book: Book) -> None:
     assert itself.returncode == 2 and "that is the notebook" in itself.stderr
     nowhere = book.run("--label", "llama-baseline", "--export", "vllm-bench", "no/such/f.json", "--level", 5)
     assert nowhere.returncode == 2 and "cannot write" in nowhere.stderr
+
+
+def test_an_export_waits_for_no_reader_and_a_full_disk_loses_nothing(book: Book) -> None:
+    book.write([exact(c) for c in LEVELS])
+    folder = book.path.parent
+    os.mkfifo(folder / "pipe")
+    export = ("--label", "llama-baseline", "--level", 5, "--export", "vllm-bench")
+    for target in ("pipe", "."):
+        result = book.run(*export, target)
+        assert result.returncode == 2 and "not a file" in result.stderr and result.stderr.count("\n") == 1
+    assert book.run(*export, "/dev/null").returncode == 0
+    assert '"max_concurrency": 5' in book.run(*export, "/dev/stdout").stdout
+    (folder / "old.json").write_text("old")
+    command = " ".join(f"'{word}'" for word in (sys.executable, sl.__file__, *export))
+    for target in ("old.json", "new.json"):  # a limit on the size of files stands for the full disk
+        line = f"trap '' XFSZ; ulimit -f 1; {command} {target}"
+        done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and f"cannot write {target}" in done.stderr, done
+    assert (folder / "old.json").read_text() == "old"
+    assert sorted(path.name for path in folder.iterdir()) == ["labbook.md", "old.json", "pipe"]
+    assert book.run(*export, "old.json").returncode == 0
+    assert json.loads((folder / "old.json").read_text())["max_concurrency"] == 5
+
+
+@pytest.mark.parametrize("moment", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+14:00"])
+def test_an_instant_in_no_year_that_a_date_has_is_exported_as_none(book: Book, moment: str) -> None:
+    book.write([exact(5, recorded_at=moment)])
+    result = book.run("--label", "llama-baseline", "--export", "vllm-bench", "-")
+    assert result.returncode == 0 and json.loads(result.stdout)["date"] is None
+
+
+def test_import_appends_no_line_that_cannot_be_read_again(book: Book) -> None:
+    path = book.path.parent / "long.json"
+    theirs = json.loads(SUMMARY.read_text())
+    path.write_text(json.dumps({**theirs, "model_id": "x" * sl.MAX_LINE_BYTES}))
+    result = book.run("--import", "vllm-bench", path)
+    assert result.returncode == 2 and "result 1: its line would be" in result.stderr and not book.path.exists()
 
 
 def test_import_refuses_a_notebook_that_is_not_utf_8(book: Book) -> None:
