@@ -1546,8 +1546,9 @@ def outlasting(record: Record) -> list[str]:
 
 
 def cached_beyond_prompt(record: Record) -> list[str]:
-    """Cached tokens are a part of the prompt: load_test.py takes both means over the same requests and believes no server
-    that says otherwise of one. Not where counts are mixed, as older lines then took them over different requests."""
+    """Cached tokens are a part of the prompt: load_test.py takes both means over the same requests and believes no
+    server that says otherwise of one. Not where counts are mixed: older lines then took them over
+    different requests."""
     cached, prompt = measured(record, "cached_tokens_mean"), measured(record, "prompt_tokens_mean")
     if cached is None or prompt is None or isinstance(record.data.get("token_counts"), dict):
         return []
