@@ -85,9 +85,13 @@ SECRET_CHARS = 8  # the value of any header of this length may be one
 MAX_MESSAGE_CHARS = 300
 LONG_WORD = 40  # what is longer may be cut anywhere
 MAX_COUNT = 10**9  # no prompt, answer or context comes near it: a larger count is noise
+MAX_SETTING = 10**15  # of an option; the analyser takes larger figures for damage
 MAX_METRIC = 2**53  # what a float holds exactly; counters of a server may grow for years
 MAX_METRICS_BYTES = 4 * 1024 * 1024  # vLLM's /metrics has some 100 KB for each of its engines
 MAX_FINISH_CHARS = 64
+MAX_TIMINGS = 64  # values of one response; llama-server sends about ten
+MAX_NAME_CHARS = 1000  # of a model
+MAX_DIGITS = 300  # of a whole number, for the analyser
 MAX_NESTING = 100  # of JSON that is given to us and sent or stored again
 READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew each time
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
@@ -252,10 +256,16 @@ def preamble() -> str:
     return "\n".join(lines)
 
 
+def fresh_tag() -> str:
+    """Eight digits that no request had before. Requests beside the measured ones take theirs here, so that however
+    many there were, a seed gives the same prompts."""
+    return secrets.token_hex(4)
+
+
 def random_tags(seed: int | None) -> Callable[[], str]:
-    """A source of eight-digit tags: `secrets` without a seed, else a seeded generator."""
+    """A source of tags for the prompts: fresh ones without a seed, else a seeded generator."""
     if seed is None:
-        return lambda: secrets.token_hex(4)
+        return fresh_tag
     generator = random.Random(seed)
     return lambda: f"{generator.getrandbits(32):08x}"
 
@@ -800,6 +810,11 @@ def count_of(value: Json) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT else None
 
 
+def clipped(value: Json) -> Json:
+    """A text cut to MAX_MESSAGE_CHARS; anything else as it is."""
+    return value[:MAX_MESSAGE_CHARS] if isinstance(value, str) else value
+
+
 def calls_tool(delta: dict[str, Any]) -> bool:
     """True where a delta names a tool or carries a part of its arguments."""
     calls = delta.get("tool_calls")
@@ -948,8 +963,10 @@ class Observation:
         elif self.events.unfinished() == b"[DONE]":
             self._finish(at_s)
         elif reset is not None or self.http.shortfall() != HttpResponse.OPEN_END or self.finish is None:
-            how = reset or "connection closed"
-            self.fail("truncated", f"{how}, {self.http.shortfall()}", at_s)
+            how, short = reset or "connection closed", self.http.shortfall()
+            if short == HttpResponse.OPEN_END and self.finish is not None:
+                short = "before [DONE]"
+            self.fail("truncated", f"{how}, {short}", at_s)
         else:
             self._finish(at_s)
 
@@ -1071,7 +1088,8 @@ class Observation:
             self.usage, only_text = {**(self.usage or {}), **told}, False
         if isinstance(doc.get("timings"), dict):
             scalars = (int, float, str, type(None))
-            self.timings = {key: value for key, value in doc["timings"].items() if isinstance(value, scalars)}
+            flat = [item for item in doc["timings"].items() if isinstance(item[1], scalars)]
+            self.timings = {key[:MAX_FINISH_CHARS]: clipped(value) for key, value in flat[:MAX_TIMINGS]}
             only_text = False
         if self.model is None and isinstance(doc.get("model"), str):
             self.model = doc["model"]
@@ -1149,10 +1167,13 @@ class Observation:
 
     @property
     def cached_tokens(self) -> int | None:
-        """`usage.prompt_tokens_details.cached_tokens`, else llama-server's `timings.cache_n`, else None."""
+        """`usage.prompt_tokens_details.cached_tokens`, else llama-server's `timings.cache_n`, else None. More than the
+        prompt has is not believed."""
         details = (self.usage or {}).get("prompt_tokens_details")
         cached = count_of(details.get("cached_tokens")) if isinstance(details, dict) else None
-        return cached if cached is not None else count_of((self.timings or {}).get("cache_n"))
+        cached = cached if cached is not None else count_of((self.timings or {}).get("cache_n"))
+        prompt = count_of((self.usage or {}).get("prompt_tokens"))
+        return None if cached is not None and prompt is not None and cached > prompt else cached
 
     def text(self, thoughts: bool = False) -> str:
         """The answer (or the reasoning) as text."""
@@ -1386,6 +1407,8 @@ class PlainAnswer:
             self.problem, self.over = str(error), True
 
     def end_of_stream(self, at_s: float, reset: str | None = None) -> None:
+        if self.over:
+            return
         if self.http.head is None or self.http.shortfall() != HttpResponse.OPEN_END:
             self.problem = self.problem or f"{reset or 'connection closed'}, {self.http.shortfall()}"
         self.over = True
@@ -1774,8 +1797,9 @@ class Sentinel:
 
     def stop(self) -> None:
         self._handle.cancel()
-        if not self.lags_s:  # a level shorter than one look
-            self.lags_s.append(max(0.0, self._loop.time() - self._due))
+        late_s = self._loop.time() - self._due
+        if late_s > 0:  # the look that was due has not had its turn yet
+            self.lags_s.append(late_s)
 
 
 @dataclasses.dataclass
@@ -2023,12 +2047,11 @@ def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot
         first, last = before.metrics.get(key), after.metrics.get(key)
         return None if first is None or last is None or last < first else last - first
 
-    per_decode = after.metrics.get("busy_per_decode")
-    decodes = difference("decodes")
-    if per_decode is not None and decodes and "busy_per_decode" in before.metrics:
+    per_decode, decodes = None, difference("decodes")
+    if decodes and "busy_per_decode" in before.metrics and "busy_per_decode" in after.metrics:
         # the server's figure is an average since its start: take the level's own part out of it
-        busy = per_decode * after.metrics["decodes"] - before.metrics["busy_per_decode"] * before.metrics["decodes"]
-        per_decode = max(0.0, busy / decodes)
+        first, last = (shot.metrics["busy_per_decode"] * shot.metrics["decodes"] for shot in (before, after))
+        per_decode = max(0.0, (last - first) / decodes)
     busy_slots = _peak(shot.busy_slots for shot in during)
     usage = peak("cache_usage")
     return {
@@ -2094,8 +2117,10 @@ def _mean(values: Sequence[float], digits: int = 2) -> float | None:
 
 
 def mean_cached(good: Sequence[RequestRecord]) -> float | None:
-    """Mean cached tokens of the successful requests. None where no request tells; where some do,
-    a request without the figure counts as 0, since engines exist that leave a zero out."""
+    """Mean cached tokens of the successful requests, of those with a prompt count where any has one: it stands beside
+    the mean prompt. None where no request tells; where some do, a request without the figure counts as 0, since engines
+    exist that leave a zero out."""
+    good = [request for request in good if request.prompt_tokens is not None] or good
     if all(request.cached_tokens is None for request in good):
         return None
     return _mean([float(request.cached_tokens or 0) for request in good])
@@ -2227,7 +2252,7 @@ def level_figures(
         "token_counts": token_counts(good),
         "finish_reasons": dict(collections.Counter(request.finish or "none" for request in good)),
         "errors": dict(collections.Counter(str(request.error_class) for request in failed)),
-        "first_error": failed[0].error if failed else None,
+        "first_error": min(failed, key=lambda request: request.end_s).error if failed else None,
         "coalesced": sum(request.coalesced for request in good),
     }
 
@@ -2334,9 +2359,8 @@ def split_line(record: dict[str, Any]) -> str | None:
     split = record["ttft_split_s"]
     if split is None:
         return None
-    key = "p50" if "p50" in split["queue"] else "mean"
-    parts = "  ".join(f"{name} {_figure(split[name][key], '.3f')}" for name in ("queue", "prefill", "rest"))
-    return f"TTFT {key} split: {parts}"
+    parts = "  ".join(f"{name} {_figure(split[name]['mean'], '.3f')}" for name in ("queue", "prefill", "rest"))
+    return f"TTFT mean split: {parts}"  # means add up, medians do not
 
 
 def cached_disagreement(record: dict[str, Any], good: Sequence[RequestRecord]) -> str | None:
@@ -2656,7 +2680,10 @@ class Session:
         names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         if len(names) != 1:
             listed = self.options.secrets.hide(", ".join(names)) if names else "none"
+            listed = printable(listed, MAX_NAME_CHARS)
             raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
+        if len(names[0]) > MAX_NAME_CHARS:
+            raise ServerFault(f"the server's one model has a name of {len(names[0])} characters; give it by --model")
         return str(names[0])
 
     async def wait_ready(self, limit_s: float) -> None:
@@ -2670,7 +2697,7 @@ class Session:
                 self.route = await asyncio.wait_for(finding, max(0.1, give_up_at - time.monotonic()))
                 self.model = options.model or await self.only_model()
                 seen = Observation(most_deltas(2))
-                payload = chat_payload(options, self.model, _user(f"{WARMUP_TEXT} {self.tag()}"), 2)
+                payload = chat_payload(options, self.model, _user(f"{WARMUP_TEXT} {fresh_tag()}"), 2)
                 waiting = send_chat(self.route, payload, seen)
                 await asyncio.wait_for(waiting, max(0.1, give_up_at - time.monotonic()))
                 if seen.failure is None:
@@ -2714,7 +2741,7 @@ class Session:
         seen = [Observation(most_deltas(8)) for _ in range(options.warmup)]
         for start in range(0, len(seen), max(options.concurrency)):
             batch = seen[start : start + max(options.concurrency)]
-            payloads = [chat_payload(options, self.model, _user(f"{self.tag()} {WARMUP_TEXT}"), 8) for _ in batch]
+            payloads = [chat_payload(options, self.model, _user(f"{fresh_tag()} {WARMUP_TEXT}"), 8) for _ in batch]
             await asyncio.gather(*(send_chat(self.route, payload, one) for payload, one in zip(payloads, batch)))
         failures = [one.failure for one in seen if one.failure is not None]
         if failures:
@@ -2818,19 +2845,22 @@ class Session:
         options = self.options
         prompt_of = self.prompts()
         for repeat in range(options.repeat):
+            missed_at = math.inf
             for concurrency in options.concurrency:
+                if concurrency > missed_at:
+                    continue
                 count = options.requests_at(concurrency)
                 payloads = [chat_payload(options, self.model, prompt_of(index)) for index in range(count)]
                 record = await self.level(concurrency, repeat, payloads)
                 if self.stop.done():
                     return
                 if record is None or not record["completed"]:
-                    self.fault(f"level c={concurrency} completed no request; higher levels were not run")
+                    self.fault(f"level c={concurrency} completed no request; the ladder ends with it")
                     return
                 p90s = record["ttft_s"]["p90"], record["tpot_s"]["p90"]
                 if options.stop_at_slo and (p90s[0] > options.slo_ttft_s or (p90s[1] or 0.0) > options.slo_tpot_s):
                     self.say(f"stopped at c={concurrency}: TTFT p90 or TPOT p90 is outside the objective")
-                    break
+                    missed_at = min(missed_at, concurrency)
 
     def prompts(self) -> Callable[[int], Messages]:
         given = self.options.prompts
@@ -3009,7 +3039,7 @@ class Session:
             idle = await self.watch.is_idle()
             silent = silent + 1 if idle is None else 0
         seen = Observation(most_deltas(8))
-        await send_chat(self.route, chat_payload(options, self.model, _user(f"{self.tag()} {WARMUP_TEXT}"), 8), seen)
+        await send_chat(self.route, chat_payload(options, self.model, _user(f"{fresh_tag()} {WARMUP_TEXT}"), 8), seen)
         answered = seen.failure is None
         after_s = round(time.monotonic() - begun, 3)
         identity = {
@@ -3125,8 +3155,8 @@ def _number(kind: Callable[[str], Any], what: str, least: float, above: bool = F
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not -1e300 < value < 1e300 or value < least or (above and value == least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        if not -MAX_SETTING < value < MAX_SETTING or value < least or (above and value == least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}, or is far too large")
         return value
 
     return convert
@@ -3149,6 +3179,8 @@ def parse_label(text: str) -> str:
     """A label is one word: other tools take it as the first word of a line."""
     if not text or any(char.isspace() or not char.isprintable() for char in text):
         raise argparse.ArgumentTypeError(f"{text!r} is not one printable word")
+    if text.startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text!r} begins like an option: no other program could be asked for it")
     return text
 
 
@@ -3182,8 +3214,13 @@ def parse_extra_body(text: str) -> dict[str, Any]:
     def refuse(name: str) -> Any:
         raise ValueError(name)
 
+    def whole(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise ValueError(digits)
+        return int(digits)
+
     try:
-        body = json.loads(text, parse_constant=refuse)
+        body = json.loads(text, parse_constant=refuse, parse_int=whole)
         too_deep = nesting(body) > MAX_NESTING
         json.dumps(body, allow_nan=False)  # 1e999 is no number either
     except RecursionError:
@@ -3269,7 +3306,12 @@ def _add_load_options(group: Any) -> None:
     )
     add("--prompt-set", choices=PROMPT_SETS, help="built-in prompts (default: mixed)")
     add("--prompts", metavar="FILE", help='own prompts: one a line, or JSON lines with "prompt" or "messages"')
-    add("--seed", type=int, metavar="N", help="make the random tags repeatable (default: new ones every run)")
+    add(
+        "--seed",
+        type=_number(int, "a whole number", -MAX_SETTING),
+        metavar="N",
+        help="make the random tags repeatable (default: new ones every run)",
+    )
     add(
         "--warmup",
         type=_count_or_0,
@@ -3371,7 +3413,7 @@ def same_file(first: str, second: str) -> bool:
         if os.path.realpath(first) == os.path.realpath(second):
             return True
         return os.path.isfile(first) and os.path.isfile(second) and os.path.samefile(first, second)
-    except ValueError:  # a zero byte in a name: whoever opens it says so
+    except (ValueError, OSError):  # a zero byte in a name, a folder that is gone: whoever opens it says so
         return False
 
 
@@ -3446,7 +3488,8 @@ def check_descriptors(highest: int) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals(session: Session) -> Iterator[None]:
-    """First Ctrl-C or SIGTERM: stop in order. Second: leave at once. The former handlers come back in the end."""
+    """First Ctrl-C, SIGTERM or closed terminal: stop in order. Second: leave at once. The former handlers come back in
+    the end."""
     loop = asyncio.get_running_loop()
     presses = 0
 
@@ -3463,8 +3506,11 @@ def stopped_by_signals(session: Session) -> Iterator[None]:
             loop.call_soon_threadsafe(stop)
 
     former: dict[signal.Signals, Any] = {}
+    stopping = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        stopping.append(signal.SIGHUP)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stopping:
             with contextlib.suppress(ValueError):  # not the main thread: whoever embeds us has the signals
                 former[number] = signal.signal(number, handler)
         yield

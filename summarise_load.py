@@ -1886,7 +1886,8 @@ def read_queueing(curve: Curve) -> list[Reading]:
         sampled = level.figure("server.peak_deferred") is not None or level.figure("server.peak_waiting") is not None
         # What a split leaves for the queue holds the server's other delays too, where the server saw nobody wait.
         told = above or waiting is not None or (shares.get("queue", 0.0) > SPLIT_SHARE and not sampled)
-        if (told and (long_wait or outgrown)) or (long_wait and outgrown and not sampled):
+        fits = curve.slots is not None and level.c <= curve.slots
+        if (told and (long_wait or outgrown)) or (long_wait and outgrown and not sampled and not fits):
             signs = [f"TTFT p90 {ttft:.3f} s"]
             if ttft_growth and tpot_growth and level is not curve.usable[0]:
                 signs.append(f"{ttft_growth:.1f} times that at c={curve.usable[0].c}, TPOT p50 {tpot_growth:.1f} times")

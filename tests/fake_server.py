@@ -162,8 +162,6 @@ class FakeServer:
         self.requests: list[Request] = []
         self.arrived = threading.Semaphore(0)
         self.connections = 0
-        self.in_flight = 0
-        self.peak = 0
         self.hung_up = threading.Semaphore(0)  # connections that the client closed while we held them
         self.problems: list[BaseException] = []
         self._lock = threading.Lock()
@@ -261,33 +259,27 @@ class FakeServer:
         with self._lock:
             request.number = len(self.requests)
             self.requests.append(request)
-            self.in_flight += 1
-            self.peak = max(self.peak, self.in_flight)
         self.arrived.release()
         return request
 
     def _play(self, stream: socket.socket, request: Request) -> None:
-        try:
-            for step in self._answer(request):
-                if isinstance(step, bytes):
-                    stream.sendall(step)
-                    request.sends.append(time.perf_counter())
-                elif isinstance(step, float):
-                    self._closing.wait(step)
-                elif isinstance(step, threading.Event):
-                    step.wait(30)
-                elif step is HOLD:
-                    self._hold(stream)
-                elif step is RESET:
-                    stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    return
-                elif callable(step):
-                    step()
-                else:
-                    raise AssertionError(f"no step: {step!r}")
-        finally:
-            with self._lock:
-                self.in_flight -= 1
+        for step in self._answer(request):
+            if isinstance(step, bytes):
+                stream.sendall(step)
+                request.sends.append(time.perf_counter())
+            elif isinstance(step, float):
+                self._closing.wait(step)
+            elif isinstance(step, threading.Event):
+                step.wait(30)
+            elif step is HOLD:
+                self._hold(stream)
+            elif step is RESET:
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return
+            elif callable(step):
+                step()
+            else:
+                raise AssertionError(f"no step: {step!r}")
 
     def _hold(self, stream: socket.socket) -> None:
         """Wait for the client's end of the connection to close, or for ours."""

@@ -382,7 +382,7 @@ def test_timings_of_a_llama_server_split_the_time_to_first_token(tmp_path: Path)
     split = level["ttft_split_s"]
     assert split["prefill"]["p50"] == 1e-6 and split["rest"]["p50"] == 1e-6
     assert math.isclose(split["queue"]["p50"], level["ttft_s"]["p50"] - 2e-6, abs_tol=2e-6)
-    assert "TTFT p50 split: queue" in result.out
+    assert "TTFT mean split: queue" in result.out
 
 
 # ---------------------------------------------------------------- --recovery-check
@@ -465,3 +465,15 @@ def test_a_recovery_line_that_cannot_be_stored_stands_on_stdout(tmp_path: Path) 
     (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
     assert json.loads(line)["record"] == "recovery"
     book.rmdir()
+
+
+def test_an_answer_that_is_whole_stays_whole_when_its_connection_closes_with_it() -> None:
+    """Both may be read in one turn of the event loop, and only then looked at."""
+    answer = load_test.PlainAnswer()
+    answer.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[]\r\n0\r\n\r\n", 1.0)
+    answer.end_of_stream(1.0)
+    assert answer.over and answer.problem is None and answer.body == b"[]"
+    half = load_test.PlainAnswer()
+    half.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n[", 1.0)
+    half.end_of_stream(1.0)
+    assert half.problem is not None

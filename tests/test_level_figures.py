@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,8 +203,10 @@ def test_the_objective_includes_its_limits() -> None:
 
 
 def test_mean_in_flight_never_passes_the_concurrency() -> None:
-    rounded_up = [dataclasses.replace(OK, ended_s=0.6000004, started_s=-0.0000004), OK]
-    assert figures(rounded_up, concurrency=2)["mean_in_flight"] <= 2.0
+    together = [dataclasses.replace(OK, connect_s=0.0, ended_s=0.001)] * 20
+    last = dataclasses.replace(together[0], ended_s=0.001 + 4e-6)  # each rounded up, in a level of a millisecond
+    level = figures([*together, last], concurrency=20)
+    assert 0.021 / level["wall_s"] > 20.0 and level["mean_in_flight"] == 20.0
 
 
 def test_mean_in_flight_includes_connecting_and_failures() -> None:
@@ -231,6 +235,15 @@ def test_what_counted_the_tokens(sources: list[str], expected: Any) -> None:
 )
 def test_cached_tokens_are_unknown_or_a_mean(cached: list[int | None], expected: float | None) -> None:
     assert figures([dataclasses.replace(OK, cached_tokens=n) for n in cached])["cached_tokens_mean"] == expected
+
+
+def test_cached_tokens_stand_beside_the_prompts_that_were_counted() -> None:
+    """Half of the answers tell no prompt: their cached tokens would make a mean that is more than the mean prompt."""
+    counted = dataclasses.replace(OK, prompt_tokens=10, cached_tokens=0)
+    untold = dataclasses.replace(OK, prompt_tokens=None, cached_tokens=1000)
+    level = figures([counted, untold])
+    assert (level["prompt_tokens_mean"], level["cached_tokens_mean"]) == (10.0, 0.0)
+    assert figures([untold])["cached_tokens_mean"] == 1000.0
 
 
 def test_a_success_without_a_finish_reason_counts_as_none() -> None:
@@ -411,10 +424,38 @@ def test_both_records_have_the_fields_of_the_contract_and_no_other(tmp_path: Pat
             assert line == json.dumps(json.loads(line), sort_keys=True)  # keys sorted, Python's separators
 
 
-def test_the_moment_is_local_time_with_its_offset(tmp_path: Path) -> None:
-    with FakeServer([whole_stream()]) as server:
-        result = load(server, tmp_path)
-    assert result.levels[0]["recorded_at"][10] == "T" and result.levels[0]["recorded_at"][-6] in "+-"
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone cannot be set here")
+def test_the_moment_is_local_time_with_its_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Lab-05:45")
+    time.tzset()
+    try:
+        before = time.time()
+        with FakeServer([whole_stream()]) as server:
+            result = load(server, tmp_path)
+        moment = datetime.datetime.fromisoformat(result.levels[0]["recorded_at"])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert moment.utcoffset() == datetime.timedelta(hours=5, minutes=45)
+    assert int(before) <= moment.timestamp() <= time.time()
+
+
+def test_the_first_error_is_the_earliest() -> None:
+    late = dataclasses.replace(FAILED, index=0, error="late", started_s=0.0, ended_s=9.0)
+    early = dataclasses.replace(FAILED, index=1, error="early", started_s=1.0, ended_s=1.0)
+    assert figures([late, early])["first_error"] == "early"
+
+
+def test_slots_busy_per_decode_are_those_of_the_level_or_unknown() -> None:
+    def shot(busy: float, decodes: float) -> load_test.Snapshot:
+        return load_test.Snapshot(metrics={"busy_per_decode": busy, "decodes": decodes})
+
+    def told(*shots: load_test.Snapshot) -> Any:
+        return load_test.server_figures(shots[0], shots, shots[-1])["busy_slots_per_decode"]
+
+    assert told(shot(1.0, 10), shot(1.5, 30)) == 1.75
+    assert told(shot(1.0, 10), shot(1.0, 10)) is None  # nothing was decoded
+    assert told(load_test.Snapshot(), shot(1.5, 30)) is None  # the first look failed
 
 
 def test_raw_times_fit_together(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -143,16 +144,16 @@ WRONG: dict[str, list[str]] = {
     "--concurrency": [*NO_NUMBER, "0", "1,0", "1,,5", ",", "1,5,", "1;5", "1,5,1", "1,x", "99999999"],
     "--requests": [*NO_NUMBER, "0", "9" * 400],
     "--min-rounds": NO_NUMBER,
-    "--max-tokens": [*NO_NUMBER, "0"],
-    "--temperature": ["", "x", "-0.1", "nan", "inf", "1e999"],
+    "--max-tokens": [*NO_NUMBER, "0", "9" * 17],
+    "--temperature": ["", "x", "-0.1", "nan", "inf", "1e999", "1e299"],
     "--timeout": NO_SECONDS,
     "--prompt-set": ["", "Mixed", "all", "mixed,unique-prefix"],
     "--prompts": ["no-such-file", ".", "", "nul\0byte"],
-    "--seed": ["", "x", "1.5"],
+    "--seed": ["", "x", "1.5", "9" * 400],
     "--warmup": NO_NUMBER,
     "--slo-ttft": NO_SECONDS,
     "--slo-tpot": NO_SECONDS,
-    "--label": ["", "two words", "tab\there", "line\nend", "esc\x1b[31m"],
+    "--label": ["", "two words", "tab\there", "line\nend", "esc\x1b[31m", "-a"],
     "--context-length": NO_NUMBER,
     "--server-slots": NO_NUMBER,
     "--labbook": ["no/such/folder/book.md", ".", "", "nul\0byte"],
@@ -161,7 +162,7 @@ WRONG: dict[str, list[str]] = {
         *("", "x", "[]", "5", "null", '"text"', "{", '{"a": NaN}', '{"a": Infinity}', '{"a": 1e999}', "[" * 100000),
         *('{"a": ' + "[" * 100 + "]" * 100 + "}", '{"a":' * 20000 + "1" + "}" * 20000),
         *('{"model": "x"}', '{"stream": false}', '{"stream_options": {}}', '{"messages": []}', '{"max_tokens": 5}'),
-        *('{"max_completion_tokens": 5}', '{"n_predict": 5}'),
+        *('{"max_completion_tokens": 5}', '{"n_predict": 5}', '{"x": ' + "9" * 400 + "}"),
     ],
     "--header": [
         *("", "no colon", ": no name", "a b: c", "X: line\r\nInjected: 1", "X: \x00", "X: snowman \u2603", "Ü: x"),
@@ -379,6 +380,7 @@ def test_a_given_model_is_not_looked_up(tmp_path: Path) -> None:
         (json_answer({"data": {"id": "a"}}), 2, "0 models"),
         (json_answer({"data": None}), 2, "0 models"),
         (json_answer([]), 2, "0 models"),
+        pytest.param(json_answer({"data": [{"id": "m" * 2000}]}), 1, "a name of 2000 characters", id="a long name"),
         (json_answer("text"), 2, "0 models"),
         (plain("404 Not Found", "Not Found"), 1, "404"),
         (plain("503 Loading", '{"error":{"message":"Loading model"}}'), 1, "Loading model"),
@@ -511,6 +513,29 @@ def test_a_seed_makes_the_prompts_repeatable(tmp_path: Path) -> None:
     assert [record["seed"] for record in read_records(tmp_path / "book.md")] == [7, 7, 7, 7, None, None]
 
 
+@pytest.mark.parametrize("refusals", [0, 2])
+def test_a_seed_gives_the_same_prompts_however_long_the_server_loads(refusals: int, tmp_path: Path) -> None:
+    left = [refusals]
+
+    def answer(request: Request) -> list[Step]:
+        left[0] -= 1
+        return [plain("503 Busy", "") if left[0] >= 0 else whole_stream()]
+
+    with FakeServer(answer) as server:
+        more = ["--wait-ready", 30, "--warmup", 1 + refusals, "--requests", 3, "--seed", 7]
+        assert load(server, tmp_path, *more).code == 0
+    assert texts_of(request.doc["messages"] for request in server.chats[-3:]) == [
+        load_test.built_in_prompts("mixed", load_test.random_tags(7))(index)[-1]["content"] for index in range(1)
+    ] + texts_of(request.doc["messages"] for request in server.chats[-2:])
+
+
+def test_stop_at_slo_leaves_out_higher_levels_only(tmp_path: Path) -> None:
+    with FakeServer([whole_stream()]) as server:
+        args = ["--concurrency", "2,1,4", "--requests", 2, "--stop-at-slo", "--slo-ttft", "0.0000001"]
+        result = load(server, tmp_path, *args)
+    assert [record["concurrency"] for record in result.levels] == [2, 1]
+
+
 # ---------------------------------------------------------------- the ladder
 
 
@@ -540,9 +565,21 @@ def test_levels_repeat_interleaved_and_each_is_on_disk_before_the_next(tmp_path:
 def test_just_as_many_are_in_flight_as_the_level_says(tmp_path: Path) -> None:
     # https://github.com/kubernetes-sigs/inference-perf/issues/648 https://github.com/ray-project/ray/pull/63147
     # https://github.com/vllm-project/vllm/issues/54101
-    with FakeServer([CHUNKED, 0.02, *[chunk(delta("a") + delta(finish="stop") + DONE) + LAST_CHUNK]]) as server:
+    lock, under_way, peaks = threading.Lock(), [0], []
+
+    def count(step: int) -> None:
+        with lock:
+            under_way[0] += step
+            peaks.append(under_way[0])
+
+    def answer(request: Request) -> list[Step]:
+        count(1)  # and out again before the client can know that it has ended
+        rest = chunk(delta(finish="stop") + DONE) + LAST_CHUNK
+        return [CHUNKED + chunk(delta("a")), 0.02, lambda: count(-1), rest]
+
+    with FakeServer(answer) as server:
         load(server, tmp_path, "--concurrency", "7", "--requests", 21)
-    assert server.peak == 7
+    assert max(peaks) == 7
 
 
 def test_stop_at_slo(tmp_path: Path) -> None:

@@ -470,7 +470,8 @@ def test_reported_streams_over_a_socket(case: Case, cut: str, played: Callable[[
     }
     taken_late_s = together.get(case["id"], min(together.values())) - min(together.values())
     pauses = sum(step.get("pause_s", 0.0) for step in case["send"])
-    late_s = max(0.0, request.sends[-1] - request.arrived_s - pauses) + result.levels[0]["client"]["loop_lag_s"]["max"]
+    late_s = max(0.0, request.sends[-1] - request.arrived_s - pauses)
+    late_s += result.levels[0]["client"]["loop_lag_s"]["max"] or 0.0  # null in a level shorter than one look
     late_s += taken_late_s
     for name, expected in case["want"].items():
         if name == "error_contains":
@@ -703,6 +704,31 @@ def test_what_counts_the_tokens(last: bytes, tokens: tuple[int, str]) -> None:
 )
 def test_where_the_cached_tokens_come_from(sent: dict[str, Any], cached: int | None) -> None:
     assert replay(event(sent)).record(0, BEGIN).cached_tokens == cached
+
+
+def told(*events: bytes) -> load_test.Observation:
+    seen = newborn()
+    seen.feed(TO_CLOSE + b"".join([delta("a"), *events, delta(finish="stop"), DONE]), BEGIN)
+    assert seen.failure is None
+    return seen
+
+
+def test_more_cached_than_the_prompt_has_is_not_believed() -> None:
+    assert told(usage(3, 1, prompt_tokens_details={"cached_tokens": 3})).cached_tokens == 3
+    assert told(usage(3, 1, prompt_tokens_details={"cached_tokens": 50})).cached_tokens is None
+
+
+def test_of_timings_no_more_is_kept_than_a_line_can_hold() -> None:
+    many = {f"t{number}": number for number in range(5000)}
+    timings = told(event({"timings": {"text": "x" * 10**6, "deep": [1], **many}})).timings
+    assert timings is not None and len(timings) == 64 and len(timings["text"]) == 300 and "deep" not in timings
+
+
+def test_what_was_missing_after_a_finish_reason_is_the_done_marker() -> None:
+    seen = newborn()
+    seen.feed(TO_CLOSE + delta("a", finish="stop"), BEGIN)
+    seen.end_of_stream(BEGIN, reset="connection lost (reset)")
+    assert seen.failure is not None and seen.failure.message.endswith("connection lost (reset), before [DONE]")
 
 
 def test_an_event_may_be_as_large_as_the_limit_and_not_larger(monkeypatch: pytest.MonkeyPatch) -> None:
