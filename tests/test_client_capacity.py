@@ -52,6 +52,8 @@ def assert_says_what_it_cost(result: Result) -> None:
         client, lag = record["client"], record["client"]["loop_lag_s"]
         assert not isinstance(client["cpu_fraction"], NO_NUMBER) and 0 <= client["cpu_fraction"] < 1.5
         assert set(lag) == {"p50", "p99", "max"}
+        if record["wall_s"] < load_test.SENTINEL_S and set(lag.values()) == {None}:
+            continue  # it ended before the first look
         assert not any(isinstance(value, NO_NUMBER) for value in lag.values())
         assert 0 <= lag["p50"] <= lag["p99"] <= lag["max"] <= record["wall_s"] + load_test.SENTINEL_S
     levels = re.split(r"^  c=", result.out[result.out.index("objective ") :], flags=re.MULTILINE)[1:]
@@ -285,5 +287,5 @@ def test_the_parts_of_ttft_add_up_to_it(dialect: str, sim_engine: SimEngineFacto
     else:  # vLLM's prefill ends with the first token: one step is in it
         assert split["prefill"]["mean"] == pytest.approx(prompt_tokens / rate + a_s + b_s, abs=2e-6)
         assert split["queue"]["mean"] == pytest.approx(sum(queued) / len(queued), abs=2e-6)
-    assert f"TTFT {'p50' if dialect == 'llama' else 'mean'} split: queue " in result.out
+    assert "TTFT mean split: queue " in result.out
     assert read_records(tmp_path / "book.md") == [level]
