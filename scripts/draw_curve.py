@@ -37,6 +37,7 @@ PANEL_GAP = 64
 THROUGHPUT_HEIGHT, LATENCY_HEIGHT = 250, 170
 LEGEND_LINE = 18
 HEADROOM = 1.12  # of the largest drawn value, so that labels above it stay inside
+MODEL_ROOM = 1.5  # a fitted curve up to so many times the measured height stays whole in its frame
 # Two hues of the Okabe-Ito palette, told apart by the usual kinds of colour blindness; shape and dash differ as well.
 SERIES_CLASSES = ("first", "second")
 
@@ -240,6 +241,8 @@ def throughput_panel(curves: Sequence[dict[str, Any]], top: float, levels: Seque
     """Measured throughput, the fitted curve, its ceiling, the knee and the operating point."""
     measured = [points_of(curve, "output_tokens_per_s") for curve in curves]
     highest = max((p.high or p.value for points in measured for p in points), default=1.0)
+    ends = [predict(max(levels)) for predict in map(model_throughput, curves) if predict is not None]
+    highest = max([highest, *(end for end in ends if end <= MODEL_ROOM * highest)])
     frame = Frame(top, THROUGHPUT_HEIGHT, max(levels) * 1.04, highest * HEADROOM or 1.0)
     parts = axes(frame, "Output throughput", levels, "tok/s")
     keys: list[Key] = []

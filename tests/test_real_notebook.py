@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,5 +102,8 @@ def test_it_draws(run_program: RunProgram, tmp_path: Path, engine: str) -> None:
     curve = json.dumps(answer(run_program, "--label", f"{engine}-baseline"))
     done = run_program("scripts/draw_curve.py", "--svg", "curve.svg", "--html", "curve.html", input=curve)
     assert done.returncode == 0, done.stderr
-    assert f"{engine}-baseline" in (tmp_path / "curve.svg").read_text("utf-8")
+    picture = (tmp_path / "curve.svg").read_text("utf-8")
+    assert f"{engine}-baseline" in picture
+    model = re.search(r'<path d="([^"]*)" class="line [^"]*model"', picture)
+    assert model is not None and len(re.findall(r"[ML]", model.group(1))) == 121, "the fit stays inside its frame"
     assert "consistent" in (tmp_path / "curve.html").read_text("utf-8")
