@@ -524,9 +524,9 @@ def test_a_seed_gives_the_same_prompts_however_long_the_server_loads(refusals: i
     with FakeServer(answer) as server:
         more = ["--wait-ready", 30, "--warmup", 1 + refusals, "--requests", 3, "--seed", 7]
         assert load(server, tmp_path, *more).code == 0
-    assert texts_of(request.doc["messages"] for request in server.chats[-3:]) == [
-        load_test.built_in_prompts("mixed", load_test.random_tags(7))(index)[-1]["content"] for index in range(1)
-    ] + texts_of(request.doc["messages"] for request in server.chats[-2:])
+    prompt_of = load_test.built_in_prompts("mixed", load_test.random_tags(7))
+    sent = texts_of(request.doc["messages"] for request in server.chats[-3:])
+    assert sent == texts_of(prompt_of(index) for index in range(3))
 
 
 def test_stop_at_slo_leaves_out_higher_levels_only(tmp_path: Path) -> None:
