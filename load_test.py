@@ -2009,7 +2009,8 @@ class ServerWatch:
             with contextlib.suppress(ControlError):
                 status, body = await fetch(self._route, self._prefix + "/metrics")
                 if status == 200:
-                    shot.metrics = parse_metrics(body[:MAX_METRICS_BYTES].decode("utf-8", "replace"))
+                    whole = body if len(body) <= MAX_METRICS_BYTES else body[:MAX_METRICS_BYTES].rpartition(b"\n")[0]
+                    shot.metrics = parse_metrics(whole.decode("utf-8", "replace"))
         return shot
 
     async def keep_looking(self, every_s: float) -> None:

@@ -321,8 +321,8 @@ def test_a_metric_is_one_line() -> None:
 
 
 def test_of_a_huge_metrics_text_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_test, "MAX_METRICS_BYTES", 40)
-    body = "vllm:prompt_tokens_total 5\n" + "# filler\n" * 5 + "vllm:num_preemptions_total 1\n"
+    body = "vllm:prompt_tokens_total 5\nvllm:num_preemptions_total 1234567\n"
+    monkeypatch.setattr(load_test, "MAX_METRICS_BYTES", len(body) - 4)  # inside the last number
 
     def answer(request: Request) -> list[Step]:
         return [whole_stream()] if request.is_chat else [as_text(body) if request.path == "/metrics" else NOT_FOUND]
