@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Result files of `vllm bench serve` into notebook lines, and the levels of a curve into such files.
 
-import appends a level record per result of --save-result (or --append-result); with --save-detailed the figures are
-computed from its requests by our definitions. export prints the levels that summarise_load.py --json holds, one
+import appends a level record per result of --save-result (or --append-result); the results of one call are one run,
+and the second of a level is its second repeat. With --save-detailed the figures are computed from the requests by our
+definitions. export prints the levels that summarise_load.py --json holds, one
 result a line, under that tool's names and units. summarise_load.py must stand in the folder above this one.
 
 Examples:
@@ -115,8 +116,6 @@ def level_record(result: Mapping[str, Any], label: str | None, settings: Mapping
         "source": "vllm bench serve",
         "arrival": "closed-loop",
         "label": label or str(result.get("label") or "vllm-bench"),
-        "run_id": f"{date}-{hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]}",
-        "repeat": 0,
         "recorded_at": iso_date(date),
         "interrupted": False,
         "concurrency": c,
@@ -308,7 +307,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
 
 
 def import_results(args: argparse.Namespace) -> None:
-    """Append a record per result, all of them or, where one is refused, none."""
+    """Append a record per result, with the run and the repeat that it is: all of them or, where one is refused, none."""
     settings = {}
     for pair in args.set:
         name, equals, value = pair.partition("=")
@@ -318,12 +317,18 @@ def import_results(args: argparse.Namespace) -> None:
             settings[name] = setting(name, value)
         except ValueError as error:
             raise UserError(f"--set {pair}: {error}") from None
-    records = []
-    for number, result in enumerate(read_results(args.file), 1):
-        try:
-            records.append(level_record(result, args.label, settings))
-        except ValueError as error:
-            raise UserError(f"{args.file}, result {number}: {error}") from None
+    records: list[dict[str, Any]] = []
+    for path in args.files:
+        for number, result in enumerate(read_results(path), 1):
+            try:
+                records.append(level_record(result, args.label, settings))
+            except ValueError as error:
+                raise UserError(f"{path}, result {number}: {error}") from None
+    run = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:12]  # again the same: no second run
+    for index, record in enumerate(records):
+        level = (record["label"], record["concurrency"])
+        earlier = [(one["label"], one["concurrency"]) for one in records[:index]]
+        record.update({"run_id": f"vllm-bench-{run}", "repeat": earlier.count(level)})
     if os.path.exists(args.labbook):
         read_notebook(args.labbook)  # refuses what is no UTF-8 text before anything is appended
     for record in records:
@@ -359,8 +364,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
     ways = parser.add_subparsers(dest="way", metavar="import|export", required=True)
-    way = ways.add_parser("import", help="append the results in FILE to a notebook", allow_abbrev=False)
-    way.add_argument("file", metavar="FILE", help="what --save-result or --append-result wrote")
+    way = ways.add_parser("import", help="append the results in the files to a notebook", allow_abbrev=False)
+    way.add_argument("files", nargs="+", metavar="FILE", help="what --save-result or --append-result wrote")
     way.add_argument("--labbook", metavar="FILE", default="labbook.md", help="the notebook (default %(default)s)")
     way.add_argument("--label", metavar="L", help="label of the records (default: the result's, or vllm-bench)")
     way.add_argument(

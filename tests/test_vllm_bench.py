@@ -89,6 +89,15 @@ def test_detailed_results_are_counted_by_our_definitions(tmp_path: Path, run_pro
     assert [(level["c"], len(level["run_ids"])) for level in document["levels"]] == [(1, 1), (4, 1)]
 
 
+def test_the_results_of_one_call_are_repeats_of_one_run(tmp_path: Path) -> None:
+    for name, seconds in (("1.json", 1.2), ("2.json", 1.3), ("3.json", 1.25)):
+        (tmp_path / name).write_text(json.dumps({**SUMMARY_RESULT, "duration": seconds}))
+    assert program(tmp_path, "import", "1.json", "2.json", DETAILED, "3.json", "--label", "x").returncode == 0
+    records = records_of(tmp_path / "labbook.md")
+    assert [(one["concurrency"], one["repeat"]) for one in records] == [(4, 0), (4, 1), (1, 0), (4, 2), (4, 3)]
+    assert len({one["run_id"] for one in records}) == 1
+
+
 def test_failed_requests_of_a_detailed_result_enter_no_figure() -> None:
     theirs = json.loads(json.dumps(DETAILED_RESULT))
     theirs["errors"][0], theirs["ttfts"][0], theirs["itls"][0], theirs["output_lens"][0] = "refused", 0.0, [], 0
