@@ -307,7 +307,7 @@ def read_results(path: str) -> list[dict[str, Any]]:
 
 
 def import_results(args: argparse.Namespace) -> None:
-    """Append a record per result, with the run and the repeat that it is: all of them or, where one is refused, none."""
+    """Append a record per result, numbered as repeats of one run: all of them or, where one is refused, none."""
     settings = {}
     for pair in args.set:
         name, equals, value = pair.partition("=")
