@@ -33,12 +33,9 @@ README = ROOT / "README.md"
 LABBOOK = ROOT / "labbook.md"
 TEXTS = (README, LABBOOK)
 PROGRAMS = ("load_test.py", "summarise_load.py", "serving_arithmetic.py")
+# A script without a first line that names its interpreter is sourced by others, and no command of its own.
 SCRIPTS = tuple(
-    sorted(
-        f"scripts/{path.name}"
-        for path in (ROOT / "scripts").iterdir()
-        if path.suffix in (".py", ".sh") and path.name != "lib.sh"
-    )
+    sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.*") if path.read_bytes()[:2] == b"#!")
 )
 KEPT_NOTEBOOKS = tuple((ROOT / "tests" / "data" / "walk").glob("*.md"))  # the texts call them sim.md and two.md
 
