@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Draw the curve that summarise_load.py --json prints: one SVG picture, one HTML page.
 
-Throughput against concurrency with the fitted c / (a + b c), its ceiling 1 / b, the knee
-and the operating point; TTFT and TPOT p50 and p90 with their objectives. The output of
---compare --json puts two labels into the same frames. The page needs no network and no
-script: settings, table, picture, reading, check and method in one file.
+Throughput against requests in flight, with the decode-bound curve of the fit, its ceiling, the knee and the operating
+point; TTFT and TPOT, p50 and p90, with their SLO. The output of --compare --json puts two labels into the same frames.
+The page says the answer first, then shows the picture, tables and settings; it needs no network and no script.
 
 Examples:
   python3 summarise_load.py --label llama-baseline --json | python3 scripts/draw_curve.py --svg curve.svg
@@ -16,14 +15,11 @@ Exit codes: 0; 2 where the input is not such JSON, or a file cannot be written; 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import json
 import math
 import os
-import stat
 import sys
-import time
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -31,22 +27,23 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 TOOL_VERSION = "2.0.0"  # the same in all programs
 
-WIDTH = 800  # of the picture in pixels: what fits a page and a slide without scaling
-LEFT, RIGHT = 72, 24
-PANEL_GAP = 64
+WIDE, NARROW = 880, 360  # pixels: a page or a slide; a phone, where the wide picture's text would shrink to 5 pixels
+LEFT, RIGHT = 64, 16  # room for tick labels, and beside the last point
 THROUGHPUT_HEIGHT, LATENCY_HEIGHT = 250, 170
-LEGEND_LINE = 18
-HEADROOM = 1.12  # of the largest drawn value, so that labels above it stay inside
+ROW = 20  # pixels: one line of text
+CHARACTER = 8.2  # pixels: no usual 12 pixel font takes more on average
+HEADROOM = 1.06  # of the highest drawn value, so that its mark stays inside
 MODEL_ROOM = 1.5  # a fitted curve up to so many times the measured height stays whole in its frame
+STEADY_DIFFERS = 1.03  # below that the steady state's line would lie on the measured one
 # Two hues of the Okabe-Ito palette, told apart by the usual kinds of colour blindness; shape and dash differ as well.
-SERIES_CLASSES = ("first", "second")
+SERIES = ("first", "second")
 
 
 class UsageError(Exception):
     """Bad input: the message says what and what to do. Exit 2."""
 
 
-# ---------------------------------------------------------------- figures out of the JSON
+# ---------------------------------------------------------------- figures out of the document
 
 
 def number(value: Any) -> float | None:
@@ -56,12 +53,11 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def dig(level: dict[str, Any], path: str) -> float | None:
-    """The number at a dotted path ("ttft_s.p90") of a level."""
-    value: Any = level
+def dig(holder: Any, path: str) -> Any:
+    """What stands at a dotted path ("ttft_s.p90") of nested objects, or None."""
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return number(value)
+        holder = holder.get(key) if isinstance(holder, dict) else None
+    return holder
 
 
 class Point(NamedTuple):
@@ -73,41 +69,46 @@ class Point(NamedTuple):
     high: float | None = None
 
 
-def points_of(curve: dict[str, Any], path: str) -> list[Point]:
-    """A curve's figure at every level that has it, in order of c."""
+def points_of(curve: dict[str, Any], path: str, factor: float = 1.0) -> list[Point]:
+    """A curve's figure, times a factor, at every level that has it, in order of c."""
     points = []
     for level in curve["levels"]:
-        value = dig(level, path)
-        if value is None:
-            continue
-        limits = (level.get("ranges") or {}).get(path) or (None, None)
-        points.append(Point(float(level["c"]), value, number(limits[0]), number(limits[1])))
+        low, high = (level.get("ranges") or {}).get(path) or (None, None)
+        figures = [None if (n := number(v)) is None else n * factor for v in (dig(level, path), low, high)]
+        if figures[0] is not None:
+            points.append(Point(float(level["c"]), figures[0], *figures[1:]))
     return points
 
 
-def curves_of(doc: Any) -> list[dict[str, Any]]:
+def curves_of(document: Any) -> list[dict[str, Any]]:
     """The one or two curves of the document. Raises UsageError for anything else."""
-    kind = doc.get("kind") if isinstance(doc, dict) else None
-    curves = {"curve": lambda: [doc], "compare": lambda: [doc["a"], doc["b"]]}.get(str(kind), lambda: [])()
+    kind = dig(document, "kind")
+    curves = [document] if kind == "curve" else [document.get("a"), document.get("b")] if kind == "compare" else []
     if not curves:
         raise UsageError("expected the JSON of summarise_load.py --label L --json or --compare A B --json")
     for curve in curves:
-        levels = curve.get("levels") if isinstance(curve, dict) else None
-        if not isinstance(levels, list) or not levels or not all(number(level.get("c")) for level in levels):
+        levels = dig(curve, "levels")
+        if not isinstance(levels, list) or not levels or not all(number(dig(level, "c")) for level in levels):
             raise UsageError("the JSON holds a curve without levels; is the label right?")
     return curves
 
 
-def model_throughput(curve: dict[str, Any]) -> Callable[[float], float] | None:
-    """c -> tokens per second by the fit, c / (a + b c), or None without one."""
-    fit = curve.get("fit") or {}
-    a_ms, b_ms = number(fit.get("a_ms")), number(fit.get("b_ms"))
+def slots_of(curve: dict[str, Any]) -> float | None:
+    return number(dig(curve, "settings.server_slots"))
+
+
+def decode_bound(curve: dict[str, Any]) -> Callable[[float], float] | None:
+    """c -> tokens per second if every request were always decoding: n / (a + b n) with n = min(c, slots), by the fit
+    of TPOT; None without a fit."""
+    a_ms, b_ms = number(dig(curve, "fit.a_ms")), number(dig(curve, "fit.b_ms"))
     if a_ms is None or b_ms is None:
         return None
+    slots = slots_of(curve) or math.inf
 
     def predict(c: float) -> float:
-        step_ms = a_ms + b_ms * c
-        return 1000 * c / step_ms if step_ms > 0 else math.nan
+        n = min(c, slots)
+        step_ms = a_ms + b_ms * n
+        return 1000 * n / step_ms if step_ms > 0 else math.nan
 
     return predict
 
@@ -133,29 +134,50 @@ def shown(value: float) -> str:
     return f"{value:.6g}"
 
 
+def text_width(words: str) -> float:
+    """At least the pixels that the words take; those of Chinese, Japanese, Korean and emoji are twice as wide."""
+    return CHARACTER * sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in words)
+
+
+def fitting(words: str, room: float) -> str:
+    """The words, or as many of their first letters as the room in pixels takes."""
+    if text_width(words) <= room:
+        return words
+    return next(cut for end in range(len(words), -1, -1) if text_width(cut := words[:end] + "\u2026") <= room)
+
+
+def clean(words: Any) -> str:
+    """Text for XML: markup escaped, and no character that XML forbids."""
+    return escape("".join(letter if letter.isprintable() else " " for letter in str(words)))
+
+
 @dataclass(frozen=True)
 class Frame:
     """A panel's plot area in pixels and the values at its edges (both axes start at 0)."""
 
     top: float
     height: float
+    width: float  # of the whole picture
     c_max: float
     y_max: float
 
     def x(self, c: float) -> float:
-        return LEFT + c / self.c_max * (WIDTH - LEFT - RIGHT)
+        return LEFT + c / self.c_max * (self.right - LEFT)
 
     def y(self, value: float) -> float:
-        return self.top + self.height - value / self.y_max * self.height
+        return self.bottom - value / self.y_max * self.height
 
     @property
     def bottom(self) -> float:
         return self.top + self.height
 
+    @property
+    def right(self) -> float:
+        return self.width - RIGHT
 
-def text(x: float, y: float, content: str, css: str = "", anchor: str = "start") -> str:
-    kind = f' class="{css}"' if css else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{kind} text-anchor="{anchor}">{escape(content)}</text>'
+
+def text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{clean(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
@@ -167,213 +189,224 @@ def path_of(pairs: Iterable[tuple[float, float]], css: str) -> str:
     return f'<path d="{moves}" class="{css}"/>' if moves else ""
 
 
-def marker(x: float, y: float, series: int, hollow: bool) -> str:
-    """A circle for the first label, a square for the second; hollow for p90."""
-    css = f"mark {SERIES_CLASSES[series]}{' hollow' if hollow else ''}"
-    if series == 0:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="{css}"/>'
-    return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" class="{css}"/>'
+def box(x: float, y: float, width: float, height: float, css: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{css}"/>'
 
 
-def axes(frame: Frame, title: str, levels: Sequence[float], unit: str) -> list[str]:
-    """Title with its unit, grid, tick labels and axis names of a panel."""
-    parts = [text(LEFT, frame.top - 26, f"{title}, {unit}", "title")]
-    for value in ticks(frame.y_max / HEADROOM):
-        if value <= frame.y_max:
-            parts.append(line(LEFT, frame.y(value), WIDTH - RIGHT, frame.y(value), "grid"))
-            parts.append(text(LEFT - 8, frame.y(value) + 4, shown(value), "tick", "end"))
-    last = -math.inf
-    for c in levels:
-        x = frame.x(c)
-        parts.append(line(x, frame.bottom, x, frame.bottom + 5, "axis"))
-        if x - last >= 22:
-            parts.append(text(x, frame.bottom + 18, shown(c), "tick", "middle"))
-            last = x
-    parts.append(line(LEFT, frame.bottom, WIDTH - RIGHT, frame.bottom, "axis"))
-    parts.append(text(WIDTH - RIGHT, frame.bottom + 34, "requests in flight, c", "tick", "end"))
-    return parts
+def ring(x: float, y: float, css: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" class="ring {css}"/>'
 
 
-def series(frame: Frame, points: Sequence[Point], number_of: int, p90: bool = False) -> list[str]:
-    """A measured line with its markers and, over repeats, its ranges."""
-    css = SERIES_CLASSES[number_of]
-    parts = [path_of(((frame.x(p.c), frame.y(p.value)) for p in points), f"line {css}{' p90' if p90 else ''}")]
-    for p in points:
-        if p.low is not None and p.high is not None and p.high > p.low:
-            parts.append(line(frame.x(p.c), frame.y(p.low), frame.x(p.c), frame.y(p.high), f"range {css}"))
-        parts.append(marker(frame.x(p.c), frame.y(p.value), number_of, p90))
-    return parts
+def mark(x: float, y: float, css: str) -> str:
+    """A circle for the first label, a square for the second."""
+    if SERIES[0] in css:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="mark {css}"/>'
+    return box(x - 4, y - 4, 8, 8, f"mark {css}")
 
 
 class Key(NamedTuple):
-    """One entry of a legend."""
+    """One entry of a legend. All words of a picture stand in legends and beside the axes: none can lie on a line."""
 
-    series: int
-    label: str
-    style: str  # solid, p90 or model
-
-
-def legend_name(curve: dict[str, Any]) -> str:
-    label = str(curve["label"])
-    return label if len(label) <= 28 else label[:27] + "\u2026"
+    shape: str  # marks, line, band or ring
+    css: str
+    words: str
+    new_row: bool = False
 
 
-def legend(frame: Frame, keys: Sequence[Key]) -> list[str]:
-    """Entries in one row above the frame, from the right edge of the title on."""
+def legend(keys: Sequence[Key], top: float, width: float) -> tuple[list[str], float]:
+    """The entries in as many rows as they need, and where they end."""
     parts: list[str] = []
-    x = WIDTH - RIGHT - sum(44 + 6.4 * len(key.label) for key in keys)
+    x, y = 0.0, top - ROW
     for key in keys:
-        css = SERIES_CLASSES[key.series]
-        dash = {"solid": "", "p90": " p90", "model": " model"}[key.style]
-        y = frame.top - 12
-        parts.append(line(x, y, x + 24, y, f"line {css}{dash}"))
-        if key.style != "model":
-            parts.append(marker(x + 12, y, key.series, key.style == "p90"))
-        parts.append(text(x + 30, y + 4, key.label, "tick"))
-        x += 44 + 6.4 * len(key.label)
-    return parts
+        words = fitting(key.words, width - 46)
+        room = 42 + text_width(words)
+        if key.new_row or not parts or x + room > width:
+            x, y = 8.0, y + ROW
+        middle = y + ROW / 2
+        if key.shape == "band":
+            parts.append(box(x, middle - 6, 24, 12, f"band {key.css}"))
+        elif key.shape == "ring":
+            parts.append(ring(x + 12, middle, key.css))
+        else:
+            parts.append(line(x, middle, x + 24, middle, f"line {key.css}"))
+        if key.shape == "marks":
+            parts.append(mark(x + 12, middle, key.css))
+        parts.append(text(x + 30, middle + 4, words, "soft"))
+        x += room
+    return parts, y + ROW
 
 
 # ---------------------------------------------------------------- panels
 
 
-def throughput_panel(curves: Sequence[dict[str, Any]], top: float, levels: Sequence[float]) -> tuple[list[str], Frame]:
-    """Measured throughput, the fitted curve, its ceiling, the knee and the operating point."""
-    measured = [points_of(curve, "output_tokens_per_s") for curve in curves]
-    highest = max((p.high or p.value for points in measured for p in points), default=1.0)
-    ends = [predict(max(levels)) for predict in map(model_throughput, curves) if predict is not None]
-    highest = max([highest, *(end for end in ends if end <= MODEL_ROOM * highest)])
-    frame = Frame(top, THROUGHPUT_HEIGHT, max(levels) * 1.04, highest * HEADROOM or 1.0)
-    parts = axes(frame, "Output throughput", levels, "tok/s")
-    keys: list[Key] = []
-    for index, (curve, points) in enumerate(zip(curves, measured)):
-        parts += knee_band(frame, curve, index)
-        predict = model_throughput(curve)
-        if predict is not None:
-            begin = min(curve["fit"].get("levels") or levels)  # below the fitted levels the model says nothing
-            grid = [begin + (max(levels) - begin) * step / 120 for step in range(121)]
-            pairs = [(frame.x(c), frame.y(predict(c))) for c in grid if 0 <= predict(c) <= frame.y_max]
-            parts.append(path_of(pairs, f"line {SERIES_CLASSES[index]} model"))
-            keys.append(Key(index, "c/(a + b c)", "model"))
-        parts += ceiling(frame, curve, index)
-        parts += series(frame, points, index)
-        parts += operating_point(frame, curve, points, index)
-        keys.append(Key(index, legend_name(curve), "solid"))
-    return parts + legend(frame, keys), frame
+def axes(frame: Frame, levels: Sequence[float]) -> list[str]:
+    """Grid, ticks and their labels; where two levels are too near for both labels, the higher one's stands."""
+    parts = []
+    for value in ticks(frame.y_max / HEADROOM):
+        if value <= frame.y_max:
+            parts.append(line(LEFT, frame.y(value), frame.right, frame.y(value), "grid"))
+            parts.append(text(LEFT - 8, frame.y(value) + 4, shown(value), "soft", "end"))
+    free = math.inf
+    for c in reversed(levels):
+        half = text_width(shown(c)) / 2
+        parts.append(line(frame.x(c), frame.bottom, frame.x(c), frame.bottom + 5, "axis"))
+        if frame.x(c) + half < free:
+            parts.append(text(frame.x(c), frame.bottom + 20, shown(c), "soft", "middle"))
+            free = frame.x(c) - half - 4
+    parts.append(line(LEFT, frame.bottom, frame.right, frame.bottom, "axis"))
+    parts.append(text(frame.right, frame.bottom + 20 + ROW, "requests in flight, c", "soft", "end"))
+    return parts
 
 
-def knee_band(frame: Frame, curve: dict[str, Any], index: int) -> list[str]:
-    between = (curve.get("knee") or {}).get("between")
-    if not between:
-        return []
-    x1, x2 = frame.x(between[0]), frame.x(between[1])
-    css = SERIES_CLASSES[index]
-    band = f'<rect x="{x1:.1f}" y="{frame.top:.1f}" width="{x2 - x1:.1f}" height="{frame.height}" class="band {css}"/>'
-    return [band, text(x1 + 4, frame.bottom - 6 - LEGEND_LINE * index, "knee", f"note {css}")]
-
-
-def ceiling(frame: Frame, curve: dict[str, Any], index: int) -> list[str]:
-    value = number((curve.get("fit") or {}).get("ceiling_tokens_per_s"))
-    if value is None:
-        return []
-    css = SERIES_CLASSES[index]
-    words = f"ceiling 1/b = {value:.1f} tok/s"
-    if value > frame.y_max:
-        return [text(LEFT + 6, frame.top + 12 + LEGEND_LINE * index, f"{words} (above this frame)", f"note {css}")]
-    return [
-        line(LEFT, frame.y(value), WIDTH - RIGHT, frame.y(value), f"limit {css}"),
-        text(LEFT + 6, frame.y(value) - 5, words, f"note {css}"),
-    ]
-
-
-def operating_point(frame: Frame, curve: dict[str, Any], points: Sequence[Point], index: int) -> list[str]:
-    chosen = number(curve.get("operating_point"))
-    css = SERIES_CLASSES[index]
+def series(frame: Frame, points: Sequence[Point], css: str) -> list[str]:
+    """A line with its marks and, over repeats, their ranges."""
+    parts = [path_of(((frame.x(p.c), frame.y(p.value)) for p in points), f"line {css}")]
     for p in points:
-        if p.c == chosen:
-            x, y = frame.x(p.c), frame.y(p.value)
-            near_right = x > WIDTH - RIGHT - 130
-            words = text(
-                x + (-12 if near_right else 12),
-                y + 20,
-                "operating point",
-                f"note {css}",
-                "end" if near_right else "start",
-            )
-            return [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" class="ring {css}"/>', words]
-    return []
+        if p.low is not None and p.high is not None and p.high > p.low:
+            parts.append(line(frame.x(p.c), frame.y(p.low), frame.x(p.c), frame.y(p.high), f"range {css}"))
+        parts.append(mark(frame.x(p.c), frame.y(p.value), css))
+    return parts
+
+
+class Layer(NamedTuple):
+    """What a panel shows of one thing: its legend entry and, in a frame, its drawing (none: only said)."""
+
+    key: Key
+    draw: Callable[[Frame], list[str]]
+
+
+def panel(title: str, layers: Sequence[Layer], frame: Frame, levels: Sequence[float]) -> tuple[list[str], float]:
+    """Title, legend, frame and what is drawn in it, from `frame.top` on; and where all that ends."""
+    heading = text(8, frame.top + 14, title, "title")
+    keys, end = legend([layer.key for layer in layers], frame.top + ROW + 4, frame.width)
+    frame = Frame(end + 12, frame.height, frame.width, frame.c_max, frame.y_max)
+    drawn = [part for layer in layers for part in layer.draw(frame)]
+    return [heading, *keys, *axes(frame, levels), *drawn], frame.bottom + 20 + 2 * ROW
+
+
+def level_line(value: float, css: str) -> Callable[[Frame], list[str]]:
+    return lambda frame: [line(LEFT, frame.y(value), frame.right, frame.y(value), css)]
+
+
+def measured_layer(points: Sequence[Point], css: str, words: str, new_row: bool = False) -> Layer:
+    return Layer(Key("marks", css, words, new_row), lambda frame: series(frame, points, css))
+
+
+def steady_points(curve: dict[str, Any]) -> list[Point]:
+    """The steady state's throughput, where it was recorded and some level's differs from the wall figure."""
+    steady = points_of(curve, "steady_output_tokens_per_s")
+    wall = {point.c: point.value for point in points_of(curve, "output_tokens_per_s")}
+    apart = (max(p.value, wall[p.c]) > STEADY_DIFFERS * min(p.value, wall[p.c]) for p in steady if p.c in wall)
+    return steady if any(apart) else []
+
+
+def knee_layer(curve: dict[str, Any], css: str) -> Layer | None:
+    between = dig(curve, "knee.between")
+    if not between:
+        return None
+    low, high = between
+
+    def draw(frame: Frame) -> list[str]:
+        return [box(frame.x(low), frame.top, frame.x(high) - frame.x(low), frame.height, f"band {css}")]
+
+    return Layer(Key("band", css, f"knee between c={low} and c={high}"), draw)
+
+
+def operating_point_layer(curve: dict[str, Any], css: str) -> Layer | None:
+    chosen = number(curve.get("operating_point"))
+    at = next((point for point in points_of(curve, "output_tokens_per_s") if point.c == chosen), None)
+    if at is None:
+        return None
+    words = f"operating point c={shown(at.c)}"
+    return Layer(Key("ring", css, words), lambda frame: [ring(frame.x(at.c), frame.y(at.value), css)])
+
+
+def decode_bound_layer(curve: dict[str, Any], css: str, highest_c: float) -> Layer | None:
+    predict = decode_bound(curve)
+    if predict is None:
+        return None
+    lowest = min(dig(curve, "fit.levels") or [level["c"] for level in curve["levels"]])  # below it the fit says nothing
+    grid = [lowest + (highest_c - lowest) * step / 120 for step in range(121)]
+
+    def draw(frame: Frame) -> list[str]:
+        inside = [(frame.x(c), frame.y(predict(c))) for c in grid if 0 <= predict(c) <= frame.y_max]
+        return [path_of(inside, f"line model {css}")]
+
+    slots = slots_of(curve)
+    words = "c/(a+bc)" if slots is None else f"n/(a+bn), n=min(c,{shown(slots)})"
+    return Layer(Key("line", f"model {css}", f"decode-bound {words}"), draw)
+
+
+def throughput_panel(
+    curves: Sequence[dict[str, Any]], top: float, width: float, levels: Sequence[float]
+) -> tuple[list[str], float]:
+    """Measured throughput and its steady state, decode-bound curve, ceiling, knee and operating point."""
+    highest = max((p.high or p.value for curve in curves for p in points_of(curve, "output_tokens_per_s")), default=0.0)
+    highest = max([highest, *(p.value for curve in curves for p in steady_points(curve))]) or 1.0
+    ends = [predict(levels[-1]) for predict in map(decode_bound, curves) if predict is not None]
+    y_max = HEADROOM * max([highest, *(end for end in ends if end <= MODEL_ROOM * highest)])
+    layers: list[Layer | None] = []
+    for curve, css in zip(curves, SERIES):
+        layers.append(measured_layer(points_of(curve, "output_tokens_per_s"), css, str(curve["label"]), True))
+        if steady_points(curve):
+            layers.append(measured_layer(steady_points(curve), f"{css} hollow", "steady state"))
+        layers.append(decode_bound_layer(curve, css, levels[-1]))
+        ceiling = number(dig(curve, "fit.ceiling_tokens_per_s"))
+        if ceiling is not None:
+            above = ceiling > y_max
+            key = Key("line", f"limit {css}", f"ceiling 1/b = {ceiling:.1f} tok/s{' (above)' * above}")
+            layers.append(Layer(key, (lambda _: []) if above else level_line(ceiling, f"line limit {css}")))
+        layers += [knee_layer(curve, css), operating_point_layer(curve, css)]
+    frame = Frame(top, THROUGHPUT_HEIGHT, width, levels[-1] * 1.04, y_max)
+    return panel("Output throughput, tok/s", [layer for layer in layers if layer], frame, levels)
 
 
 def latency_panel(
-    curves: Sequence[dict[str, Any]], top: float, levels: Sequence[float], name: str, key: str, slo_key: str
-) -> tuple[list[str], Frame]:
-    """p50 and p90 of one latency in milliseconds, with the objective."""
-    measured = {(i, q): points_of(curve, f"{key}.{q}") for i, curve in enumerate(curves) for q in ("p50", "p90")}
-    scaled = {
-        which: [Point(p.c, p.value * 1000, *(None if v is None else v * 1000 for v in (p.low, p.high))) for p in points]
-        for which, points in measured.items()
-    }
-    highest = max((p.high or p.value for points in scaled.values() for p in points), default=0.0) or 1.0
-    objectives = sorted({value for curve in curves if (value := dig(curve, f"slo.{slo_key}")) is not None})
-    drawn = [value * 1000 for value in objectives if value * 1000 <= 2.5 * highest]
-    frame = Frame(top, LATENCY_HEIGHT, max(levels) * 1.04, max([highest, *drawn]) * HEADROOM)
-    parts = axes(frame, name, levels, "ms")
-    for row, value in enumerate(objectives):
-        words = f"objective {shown(value * 1000)} ms"
-        if value * 1000 in drawn:
-            parts.append(line(LEFT, frame.y(value * 1000), WIDTH - RIGHT, frame.y(value * 1000), "objective"))
-            parts.append(text(LEFT + 6, frame.y(value * 1000) - 5, words, "note"))
-        else:
-            parts.append(text(LEFT + 6, frame.top + 12 + LEGEND_LINE * row, f"{words} (above this frame)", "note"))
-    for (index, q), points in scaled.items():
-        parts += series(frame, points, index, q == "p90")
-    keys = [Key(index, f"{legend_name(curve)} p50", "solid") for index, curve in enumerate(curves)]
-    keys.append(Key(0, "p90" if len(curves) == 1 else "p90: dashed, hollow", "p90"))
-    return parts + legend(frame, keys), frame
+    curves: Sequence[dict[str, Any]], top: float, width: float, levels: Sequence[float], title: str, key: str
+) -> tuple[list[str], float]:
+    """p50 and p90 of one latency in milliseconds, with the SLO."""
+    layers, highest = [], 0.0
+    for curve, css in zip(curves, SERIES):
+        for q, hollow in (("p50", ""), ("p90", " hollow")):
+            points = points_of(curve, f"{key}.{q}", 1000)
+            highest = max([highest, *(p.high or p.value for p in points)])
+            words = f"{curve['label']} {q}" if len(curves) > 1 else q
+            layers.append(measured_layer(points, css + hollow, words, q == "p50"))
+    limits = sorted({limit * 1000 for curve in curves if (limit := number(dig(curve, f"slo.{key}"))) is not None})
+    drawn = [limit for limit in limits if limit <= 2.5 * highest]
+    for limit in limits:
+        words = f"SLO {shown(limit)} ms{'' if limit in drawn else ' (above)'}"
+        draw = level_line(limit, "line limit slo") if limit in drawn else lambda _: []
+        layers.append(Layer(Key("line", "limit slo", words), draw))
+    frame = Frame(top, LATENCY_HEIGHT, width, levels[-1] * 1.04, HEADROOM * (max([highest, *drawn]) or 1.0))
+    return panel(f"{title}, ms", layers, frame, levels)
 
 
 # ---------------------------------------------------------------- the picture
 
 STYLE = """
-.curve { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; }
-.curve text { fill: #1f2328; }
+.curve { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; color: #1f2328; }
+.curve text { fill: currentColor; }
 .curve .title { font-size: 14px; font-weight: 600; }
-.curve .tick { fill: #57606a; }
+.curve .soft, .curve .axis, .curve .slo { color: #57606a; }
+.curve .first { color: #0072b2; }
+.curve .second { color: #d55e00; }
 .curve .grid { stroke: #d8dee4; }
-.curve .axis { stroke: #57606a; }
-.curve .line { fill: none; stroke-width: 2; }
-.curve .p90 { stroke-dasharray: 6 4; }
-.curve .model { stroke-dasharray: 2 4; stroke-width: 1.5; }
-.curve .limit, .curve .objective { stroke-dasharray: 10 4 2 4; }
-.curve .objective { stroke: #57606a; }
-.curve .range { stroke-width: 1.5; }
-.curve .ring { fill: none; stroke-width: 2; }
-.curve .band { stroke: none; opacity: 0.13; }
-.curve .line.first, .curve .limit.first, .curve .range.first, .curve .ring.first { stroke: #0072b2; }
-.curve .line.second, .curve .limit.second, .curve .range.second, .curve .ring.second { stroke: #d55e00; }
-.curve .mark.first, .curve .band.first { fill: #0072b2; }
-.curve .mark.second, .curve .band.second { fill: #d55e00; }
-.curve .note { paint-order: stroke; stroke: #ffffff; stroke-width: 3px; stroke-linejoin: round; }
-.curve .note.first { fill: #005a8c; }
-.curve .note.second { fill: #a34700; }
-.curve .mark.hollow { fill: #ffffff; stroke-width: 1.5; }
-.curve .mark.hollow.first { stroke: #0072b2; }
-.curve .mark.hollow.second { stroke: #d55e00; }
-.curve .paper { fill: #ffffff; }
+.curve .axis { stroke: currentColor; }
+.curve .line, .curve .range, .curve .ring { fill: none; stroke: currentColor; stroke-width: 2; }
+.curve .line.hollow { stroke-dasharray: 6 4; }
+.curve .line.model { stroke-dasharray: 2 4; stroke-width: 1.5; }
+.curve .line.limit { stroke-dasharray: 10 4 2 4; stroke-width: 1; }
+.curve .band { fill: currentColor; opacity: 0.15; }
+.curve .mark { fill: currentColor; stroke: currentColor; stroke-width: 1.5; }
+.curve .mark.hollow, .curve .paper { fill: #ffffff; }
 @media screen and (prefers-color-scheme: dark) {
-  .curve text { fill: #e6edf3; }
-  .curve .tick { fill: #9da7b1; }
+  .curve { color: #e6edf3; }
+  .curve .soft, .curve .axis, .curve .slo { color: #9da7b1; }
+  .curve .first { color: #56b4e9; }
+  .curve .second { color: #e69f00; }
   .curve .grid { stroke: #30363d; }
-  .curve .axis, .curve .objective { stroke: #9da7b1; }
-  .curve .line.first, .curve .limit.first, .curve .range.first, .curve .ring.first { stroke: #56b4e9; }
-  .curve .line.second, .curve .limit.second, .curve .range.second, .curve .ring.second { stroke: #e69f00; }
-  .curve .mark.first, .curve .band.first, .curve .note.first { fill: #56b4e9; }
-  .curve .mark.second, .curve .band.second, .curve .note.second { fill: #e69f00; }
-  .curve .mark.hollow { fill: #0d1117; }
-  .curve .note { stroke: #0d1117; }
-  .curve .mark.hollow.first { stroke: #56b4e9; }
-  .curve .mark.hollow.second { stroke: #e69f00; }
-  .curve .paper { fill: #0d1117; }
+  .curve .mark.hollow, .curve .paper { fill: #0d1117; }
 }
 """
 
@@ -383,7 +416,7 @@ def description(curves: Sequence[dict[str, Any]]) -> str:
     sentences = []
     for curve in curves:
         rates = ", ".join(f"{p.value:.1f} tok/s at c={shown(p.c)}" for p in points_of(curve, "output_tokens_per_s"))
-        between = (curve.get("knee") or {}).get("between")
+        between = dig(curve, "knee.between")
         knee = f"knee between c={between[0]} and c={between[1]}" if between else "no knee reached"
         chosen = curve.get("operating_point")
         point = f"operating point c={chosen}" if chosen is not None else "no operating point"
@@ -391,29 +424,24 @@ def description(curves: Sequence[dict[str, Any]]) -> str:
     return " ".join(sentences)
 
 
-def svg(curves: Sequence[dict[str, Any]], standalone: bool = True) -> str:
-    """The picture: three panels under each other, WIDTH pixels wide."""
+def names(curves: Sequence[dict[str, Any]]) -> str:
+    return clean(" and ".join(str(curve["label"]) for curve in curves))
+
+
+def svg(curves: Sequence[dict[str, Any]], width: int = WIDE, css: str = "") -> str:
+    """The picture: three panels under each other. With a class (`css`) for a page, which brings the style."""
     levels = sorted({float(level["c"]) for curve in curves for level in curve["levels"]})
-    top = 54.0
-    parts, frame = throughput_panel(curves, top, levels)
-    more, frame = latency_panel(
-        curves, frame.bottom + PANEL_GAP + 22, levels, "Time to first token", "ttft_s", "ttft_s"
-    )
-    parts += more
-    more, frame = latency_panel(
-        curves, frame.bottom + PANEL_GAP + 22, levels, "Time per output token", "tpot_s", "tpot_s"
-    )
-    parts += more
-    height = frame.bottom + 48
-    name = " and ".join(str(curve["label"]) for curve in curves)
-    space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
-    style = f"<style>{STYLE}</style>" if standalone else ""
+    parts, end = throughput_panel(curves, 8, width, levels)
+    for title, key in (("Time to first token (TTFT)", "ttft_s"), ("Time per output token (TPOT)", "tpot_s")):
+        more, end = latency_panel(curves, end + ROW, width, levels, title, key)
+        parts += more
+    style = "" if css else f"<style>{STYLE}</style>\n"
     return (
-        f'<svg{space} class="curve" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img"'
-        f' aria-labelledby="curve-title curve-text">\n<title id="curve-title">Load curve of {escape(name)}</title>\n'
-        f'<desc id="curve-text">{escape(description(curves))}</desc>\n{style}\n'
-        f'<rect class="paper" width="{WIDTH}" height="{height:.0f}"/>\n'
-        + "\n".join(p for p in parts if p)
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{f"curve {css}".strip()}" viewBox="0 0 {width} {end:.0f}"'
+        f' width="{width}" height="{end:.0f}" role="img" aria-labelledby="title{width} text{width}">\n'
+        f'<title id="title{width}">Load curve of {names(curves)}</title>\n'
+        f'<desc id="text{width}">{clean(description(curves))}</desc>\n{style}{box(0, 0, width, end, "paper")}\n'
+        + "\n".join(part for part in parts if part)
         + "\n</svg>\n"
     )
 
@@ -426,20 +454,24 @@ PAGE_STYLE = """
   :root { --ink: #e6edf3; --soft: #9da7b1; --rule: #30363d; --paper: #0d1117; }
 }
 body { margin: 2rem auto; max-width: 56rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.answer { font-size: 1.15rem; }
+figure { margin: 1.5rem 0; } svg { display: block; width: 100%; height: auto; } svg.narrow { display: none; }
+@media (max-width: 40rem) { svg.wide { display: none; } svg.narrow { display: block; } }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; overflow-wrap: normal; }
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid var(--rule); text-align: right; }
-th:first-child, td:first-child, .words th, .words td { text-align: left; }
-svg { max-width: 100%; height: auto; }
-.soft { color: var(--soft); }
-.verdict { font-weight: 600; }
-@media print { body { margin: 0; max-width: none; } section { break-inside: avoid; } h2 { break-after: avoid; } }
+th:first-child, td:first-child, .words th, .words td { text-align: left; vertical-align: top; }
+figcaption, .soft { color: var(--soft); font-size: 0.9rem; }
+@media print { body { margin: 0; max-width: none; } section, figure { break-inside: avoid; } }
 """
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
+Column = tuple[str, str, str]  # heading, dotted path in a level, format
+COLUMNS: tuple[Column, ...] = (
     ("out tok/s", "output_tokens_per_s", ".1f"),
+    ("steady tok/s", "steady_output_tokens_per_s", ".1f"),
+    ("decode-bound tok/s", "decode_bound_output_tokens_per_s", ".1f"),
     ("scaling", "scaling", ".2f"),
     ("req/s", "requests_per_s", ".3f"),
     ("goodput", "goodput_requests_per_s", ".3f"),
@@ -450,111 +482,164 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("in flight", "mean_in_flight", ".1f"),
     ("cached", "cached_tokens_mean", ".1f"),
 )
+GPU_COLUMNS: tuple[Column, ...] = (
+    ("power W, mean", "gpu.power_w_mean", ".0f"),
+    ("temperature \u00b0C, max", "gpu.temperature_c_max", ".0f"),
+    ("SM clock MHz, min", "gpu.sm_clock_mhz_min", ".0f"),
+    ("memory MiB, max", "gpu.memory_used_mib_max", ".0f"),
+    ("tokens per joule", "gpu.tokens_per_joule", ".3f"),
+)
+RATIO_COLUMNS: tuple[Column, ...] = (
+    ("A tok/s", "output_tokens_per_s.a", ".1f"),
+    ("B tok/s", "output_tokens_per_s.b", ".1f"),
+    ("B/A", "output_tokens_per_s.ratio", ".2f"),
+    ("95 % from", "output_tokens_per_s.low", ".2f"),
+    ("to", "output_tokens_per_s.high", ".2f"),
+)
 
 METHOD = (
     "Each level keeps c requests in flight until its queue is empty (closed loop): a slow server is offered less "
     "load, so c is not a number of people. Throughput is the output tokens of successful requests over the wall time "
-    "of the level, goodput the successful requests inside both limits over the same time. TTFT runs from the request "
-    "written to an open connection to the first text; TPOT is (last token - first token) / (output tokens - 1). "
-    "Percentiles are nearest rank. Scaling is throughput(c) / (c x throughput of the lowest level / that level). The "
-    "fit is TPOT p50 = a + b c by least squares over the levels at or below the server's slots; its ceiling is 1 / b. "
-    "The knee is the first step where each added request gains less than half of one request's throughput at the "
-    "lowest level. The operating point is the highest level without failures whose p90s are inside the objective."
+    "of the level, goodput the successful requests inside the SLO over the same time; steady state leaves out the "
+    "level's ramp and drain. TTFT runs from the request written to an open connection to the first text; TPOT is "
+    "(last token - first token) / (output tokens - 1). Percentiles are nearest rank. Scaling is throughput(c) / "
+    "(c x throughput of the lowest level / that level). The fit is TPOT p50 = a + b c by least squares over the levels "
+    "at or below the server's slots; its ceiling is 1 / b. The knee is the first step where each added request gains "
+    "less than half of one request's throughput at the lowest level. The operating point is the highest level without "
+    "failures whose p90s are inside the SLO."
+)
+DECODE_BOUND = (
+    "Dotted: the decode-bound throughput n/(a + b n) of the TPOT fit, n = min(c, slots), if every request were always "
+    "decoding; prefill and waiting lower the measured one."
 )
 
 
-def table(head: str, rows: Sequence[str], css: str = "figures") -> str:
-    """A table that scrolls inside a narrow page."""
-    body = "\n".join(rows)
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], css: str = "figures") -> str:
+    """A table of cells that are markup already; it scrolls inside a narrow page."""
+    headings = "".join(f'<th scope="col">{name}</th>' for name in head)
+    body = [f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows]
     return (
-        f'<div class="scroll"><table class="{css}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+        f'<div class="scroll"><table class="{css}"><thead><tr>{headings}</tr></thead>\n<tbody>'
+        + "\n".join(body)
+        + "</tbody></table></div>"
     )
 
 
-def settings_table(curves: Sequence[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for curve in curves for name in curve.get("settings") or {}))
-    head = "".join(f'<th scope="col">{escape(str(curve["label"]))}</th>' for curve in curves)
-    rows = []
-    for name in names:
-        cells = [(curve.get("settings") or {}).get(name) for curve in curves]
-        if any(cell is not None for cell in cells):
-            words = "".join(f"<td>{escape('unknown' if cell is None else str(cell))}</td>" for cell in cells)
-            rows.append(f'<tr><th scope="row">{escape(name.replace("_", " "))}</th>{words}</tr>')
-    return table(f'<th scope="col">setting</th>{head}', rows, "words")
+def section(title: str, *content: str) -> str:
+    return f"<section><h2>{title}</h2>{''.join(content)}</section>" if any(content) else ""
 
 
-def level_table(curve: dict[str, Any]) -> str:
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("c", "ok", *(name for name, _, _ in COLUMNS)))
+def items(lines: Iterable[str]) -> str:
+    entries = [f"<li>{line}</li>" for line in lines]
+    return "<ul>\n" + "\n".join(entries) + "\n</ul>" if entries else ""
+
+
+def figures_table(levels: Sequence[dict[str, Any]], columns: Sequence[Column], counts: bool = False) -> str:
+    """A row a level, with the columns that any level has a figure for; nothing where none has."""
+    used = [column for column in columns if any(number(dig(level, column[1])) is not None for level in levels)]
     rows = []
-    for level in curve["levels"]:
-        figures = [(dig(level, path), form) for _, path, form in COLUMNS]
-        cells = [f"{level.get('completed')}/{level.get('requests')}"]
-        cells += ["n/a" if value is None else format(value, form) for value, form in figures]
-        rows.append(f'<tr><th scope="row">{level["c"]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return table(head, rows)
+    for level in levels:
+        cells = [clean(level["c"])]
+        if counts:
+            cells.append(
+                clean(f"{shown_or_na(level.get('completed'), '.6g')}/{shown_or_na(level.get('requests'), '.6g')}")
+            )
+        rows.append(cells + [shown_or_na(dig(level, path), form) for _, path, form in used])
+    return table(["c", *(["ok"] if counts else []), *(name for name, _, _ in used)], rows) if used else ""
+
+
+def shown_or_na(value: Any, form: str) -> str:
+    return "n/a" if number(value) is None else format(value, form)
 
 
 def derived_lines(curve: dict[str, Any]) -> list[str]:
     """Knee, fit, ceiling and operating point in the words of summarise_load.py."""
-    between = (curve.get("knee") or {}).get("between")
+    between, fit = dig(curve, "knee.between"), curve.get("fit") or {}
     lines = [f"knee: between c={between[0]} and c={between[1]}" if between else "knee: not reached"]
-    fit = curve.get("fit") or {}
-    a_ms, b_ms, r2 = number(fit.get("a_ms")), number(fit.get("b_ms")), number(fit.get("r2"))
+    a_ms, b_ms, residual = (number(fit.get(key)) for key in ("a_ms", "b_ms", "largest_residual"))
     if a_ms is not None and b_ms is not None:
-        used = ",".join(str(c) for c in fit.get("levels") or [])
-        quality = "" if r2 is None else f", R2 {r2:.3f}"
-        lines.append(f"TPOT p50 ~ {a_ms:.2f} ms + {b_ms:.3f} ms x c (levels {used}{quality})")
-    top = number(fit.get("ceiling_tokens_per_s"))
-    lines.append("no ceiling implied" if top is None else f"ceiling {top:.1f} tok/s (1/b)")
+        used = ",".join(map(str, fit.get("levels") or []))
+        worst = "" if residual is None else f", largest residual {100 * residual:.1f} %"
+        lines.append(f"TPOT p50 ~ {a_ms:.2f} ms + {b_ms:.3f} ms x c (levels {used}{worst})")
+    for key, words in (
+        ("ceiling_tokens_per_s", "ceiling {:.1f} tok/s (1/b)"),
+        ("c_at_slo", "TPOT SLO met at c = {:.1f}"),
+    ):
+        value, note = number(fit.get(key)), fit.get(key.replace("_tokens_per_s", "") + "_note")
+        if value is not None:
+            lines.append(words.format(value) + (f", {note}" if note else ""))
     chosen = curve.get("operating_point")
-    lines.append(f"operating point: {'none' if chosen is None else f'c={chosen}'}")
-    return lines
+    return [*lines, f"operating point: {'none' if chosen is None else f'c={chosen}'}"]
 
 
-def items(lines: Iterable[str]) -> str:
-    return "<ul>\n" + "\n".join(f"<li>{line}</li>" for line in lines) + "\n</ul>"
+def statement(one: dict[str, Any]) -> str:
+    words = clean(one.get("text") or one.get("evidence") or one.get("message") or "")
+    advice = one.get("advice") or one.get("try")
+    return f"{words}. <em>Try:</em> {clean(advice)}." if advice else words
 
 
-def reading_items(curve: dict[str, Any]) -> str:
-    readings = curve.get("readings") or []
-    told = [f"{escape(str(r.get('evidence')))}. <em>Try:</em> {escape(str(r.get('try')))}." for r in readings]
-    return items(told) if told else '<p class="soft">No shape stands out.</p>'
+def gpu_section(curve: dict[str, Any], label: str) -> str:
+    figures = figures_table(curve["levels"], GPU_COLUMNS)
+    devices = sorted({clean(name) for level in curve["levels"] if (name := dig(level, "gpu.name"))})
+    return section(f"GPU of {label}", f'<p class="soft">{", ".join(devices)}</p>' if devices else "", figures)
 
 
-def check_section(curve: dict[str, Any]) -> str:
-    check = curve.get("check")
+def comparison_section(document: dict[str, Any]) -> str:
+    rows = [row for row in document.get("levels") or [] if dig(row, "output_tokens_per_s.ratio") is not None]
+    verdicts = {True: "different", False: "no difference shown", None: "too few runs for a verdict"}
+    notes = [
+        statement(one) if isinstance(one, dict) else clean(one)
+        for key in ("statements", "notes")
+        for one in document.get(key) or []
+    ]
+    said = [f"c={clean(row['c'])}: {verdicts.get(dig(row, 'output_tokens_per_s.different'))}" for row in rows]
+    return section("Comparison (A first, B second)", figures_table(rows, RATIO_COLUMNS), items([*said, *notes]))
+
+
+def settings_section(curves: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for name in dict.fromkeys(name for curve in curves for name in curve.get("settings") or {}):
+        values = [dig(curve, f"settings.{name}") for curve in curves]
+        if any(value is not None for value in values):
+            rows.append([clean(name.replace("_", " ")), *("unknown" if v is None else clean(v) for v in values)])
+    return section("Settings", table(["setting", *(clean(curve["label"]) for curve in curves)], rows, "words"))
+
+
+def check_section(check: Any) -> str:
     if not isinstance(check, dict):
         return ""
-    rows = [
-        f'<tr><td class="verdict">{escape(str(f.get("status")))}</td><td>{escape(str(f.get("rule")))}</td>'
-        f"<td>{escape(str(f.get('message')))}</td></tr>"
-        for f in check.get("findings") or []
-    ]
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("verdict", "rule", "finding"))
-    verdict = f"{check.get('pass')} pass, {check.get('warn')} warn, {check.get('fail')} fail"
-    return f"<section><h2>Check of the notebook</h2><p>{verdict}</p>{table(head, rows, 'words')}</section>"
+    found = check.get("statements") or check.get("findings") or []
+    rows = [[clean(one.get("status")), clean(one.get("code") or one.get("rule")), statement(one)] for one in found]
+    counts = f"<p>{check.get('pass')} pass, {check.get('warn')} warn, {check.get('fail')} fail</p>"
+    return section("Check of the notebook", counts, table(["verdict", "rule", "finding"], rows, "words"))
 
 
-def page(curves: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
+def page(document: dict[str, Any]) -> str:
     """The whole page, well-formed as XML too, without anything fetched from elsewhere."""
-    name = escape(" and ".join(str(curve["label"]) for curve in curves))
-    sections = [f"<section><h2>Settings</h2>{settings_table(curves)}</section>"]
-    sections.append(f"<section><h2>Picture</h2>{svg(curves, standalone=False)}</section>")
+    curves = curves_of(document)
+    answers = [str(words) for curve in curves if (words := dig(curve, "answer.text"))]
+    if len(curves) > 1:
+        answers = [f"{curve['label']}: {words}" for curve, words in zip(curves, answers)]
+    parts = [f"<h1>Load curve of {names(curves)}</h1>", *(f'<p class="answer">{clean(words)}</p>' for words in answers)]
+    fitted = any(decode_bound(curve) for curve in curves)
+    caption = f"<figcaption>{clean(DECODE_BOUND)}</figcaption>" if fitted else ""
+    parts.append(f"<figure>{svg(curves, WIDE, 'wide')}{svg(curves, NARROW, 'narrow')}{caption}</figure>")
+    if len(curves) > 1:
+        parts.append(comparison_section(document))
     for curve in curves:
-        label = escape(str(curve["label"]))
-        derived = items(escape(one) for one in derived_lines(curve))
-        sections.append(f"<section><h2>Levels of {label}</h2>{level_table(curve)}{derived}</section>")
-        sections.append(f"<section><h2>Reading of {label}</h2>{reading_items(curve)}</section>")
-    if notes:
-        sections.append(f"<section><h2>Comparison</h2>{items(escape(str(note)) for note in notes)}</section>")
-    sections.append(check_section(curves[0]))
-    sections.append(f'<section><h2>Method</h2><p class="soft">{escape(METHOD)}</p></section>')
+        label = clean(curve["label"])
+        derived = items(clean(words) for words in derived_lines(curve))
+        parts.append(section(f"Levels of {label}", figures_table(curve["levels"], COLUMNS, counts=True), derived))
+        parts.append(gpu_section(curve, label))
+        reading = items(statement(one) for one in curve.get("statements") or curve.get("readings") or [])
+        parts.append(section(f"Reading of {label}", reading))
+    parts += [settings_section(curves), check_section(curves[0].get("check"))]
+    parts.append(section("Method", f'<p class="soft">{clean(METHOD)}</p>'))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>Load curve of {name}</title>\n<style>{PAGE_STYLE}{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>Load curve of {name}</h1>\n"
-        + "\n".join(part for part in sections if part)
+        f"<title>Load curve of {names(curves)}</title>\n<style>{PAGE_STYLE}{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in parts if part)
         + "\n</main>\n</body>\n</html>\n"
     )
 
@@ -577,54 +662,18 @@ def read_document(path: str | None) -> Any:
         raise UsageError(f"{path or 'standard input'}: is not JSON; pipe summarise_load.py --json into this") from None
 
 
-STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")  # /dev/null, /dev/stdout and the shell's >(command)
-
-
 def write(path: str, content: str) -> None:
-    """Write a file, whole or not at all: a full disk leaves what was there before. Raises UsageError, also for a folder
-    and for a pipe, whose opening waits for a reader."""
+    """Write a file. Raises UsageError, also for a pipe that nobody reads, which would be waited for."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        data = content.encode()
-        if os.path.dirname(path) in STREAM_FOLDERS:
-            with open(path, "wb") as file:
-                file.write(data)
-            return
-        mode = os.stat(path).st_mode if os.path.exists(path) else None
-        if (mode is not None and not stat.S_ISREG(mode)) or not os.path.basename(path):
-            raise UsageError(f"{path}: cannot be written (it is a folder, a pipe or a device, not a file)")
-        if mode is not None and not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        replace(os.path.realpath(path), data, mode)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{path}: cannot be written ({reason})") from None
-
-
-def replace(path: str, data: bytes, mode: int | None) -> None:
-    """Write data beside a file, then put it in the file's place, with its mode. Raises OSError."""
-    beside = os.path.join(os.path.dirname(path), f".{os.getpid()}-{time.monotonic_ns()}.tmp")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
+        handle = os.open(path, flags, 0o666)
         with open(handle, "wb") as file:
-            file.write(data)
-        if mode is not None:
-            os.chmod(beside, stat.S_IMODE(mode))
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
-
-
-def complain(line: str) -> None:
-    """Say it on standard error; where that is closed or full, the exit code alone has to."""
-    if sys.stderr is None:
-        return
-    try:
-        print(f"draw_curve.py: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # what stays in its buffer must not fail again when the interpreter leaves
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            if hasattr(os, "O_NONBLOCK"):
+                os.set_blocking(handle, True)
+            file.write(content.encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot be written ({reason}); name another file") from None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -636,13 +685,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    about = (__doc__ or "").partition("Examples:")
+    about, _, rest = (__doc__ or "").partition("Examples:")
+    raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(
-        prog="draw_curve.py",
-        description=about[0],
-        epilog="Examples:" + about[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="draw_curve.py", description=about, epilog="Examples:" + rest, formatter_class=raw, allow_abbrev=False
     )
     parser.add_argument("file", nargs="?", metavar="JSON", help="file to read (default: standard input)")
     parser.add_argument("--svg", metavar="FILE", help="write the picture there")
@@ -652,15 +698,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if args.svg is None and args.html is None:
             raise UsageError("name a file to write: --svg FILE, --html FILE or both")
-        doc = read_document(args.file)
-        curves = curves_of(doc)
-        notes = doc.get("notes") or [] if doc.get("kind") == "compare" else []
+        document = read_document(args.file)
+        curves = curves_of(document)
         if args.svg is not None:
             write(args.svg, svg(curves))
         if args.html is not None:
-            write(args.html, page(curves, notes))
+            write(args.html, page(document))
     except UsageError as error:
-        complain(str(error))
+        print(f"draw_curve.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
