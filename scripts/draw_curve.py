@@ -330,11 +330,11 @@ def decode_bound_layer(curve: dict[str, Any], css: str, highest_c: float) -> Lay
 
     def draw(frame: Frame) -> list[str]:
         inside = [(frame.x(c), frame.y(predict(c))) for c in grid if 0 <= predict(c) <= frame.y_max]
-        return [path_of(inside, f"line model {css}")]
+        return [path_of(inside, f"line {css} model")]
 
     slots = slots_of(curve)
     words = "c/(a+bc)" if slots is None else f"n/(a+bn), n=min(c,{shown(slots)})"
-    return Layer(Key("line", f"model {css}", f"decode-bound {words}"), draw)
+    return Layer(Key("line", f"{css} model", f"decode-bound {words}"), draw)
 
 
 def throughput_panel(

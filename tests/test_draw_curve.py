@@ -137,7 +137,7 @@ def test_the_decode_bound_curve_ends_at_the_slots(tmp_path: Path, slots: int | N
     """Only min(c, slots) requests decode together. The measured points tell the scale."""
     picture, _ = draw(curve(settings={"server_slots": slots}), tmp_path)
     paths = {e.get("class"): moves(e) for e in reversed(list(picture.iter(f"{SVG}path")))}
-    (first, *_, last), ((x1, y1), *_, (x20, y20)) = paths["line model first"], paths["line first"]
+    (first, *_, last), ((x1, y1), *_, (x20, y20)) = paths["line first model"], paths["line first"]
     assert (first[0], last[0]) == (x1, x20)
     assert 46.5 + (y1 - last[1]) / (y1 - y20) * (400.0 - 46.5) == pytest.approx(at_20, abs=1)
 
@@ -160,7 +160,7 @@ def test_without_knee_fit_and_operating_point_nothing_is_invented(tmp_path: Path
     levels = [{**level(c, 100.0), "decode_bound_output_tokens_per_s": None} for c in (1, 5)]
     document = curve(fit=None, knee={"between": None}, operating_point=None, answer=None, levels=levels)
     picture, page = draw(document, tmp_path)
-    assert not any(e.get("class", "").startswith(("band", "ring", "line model")) for e in picture.iter())
+    assert not any(e.get("class", "").startswith(("band", "ring", "line first model")) for e in picture.iter())
     assert "operating point: none" in page and "knee: not reached" in page
     assert "ceiling" not in re.sub(r"(?s)<h2>Method.*", "", page) and "decode-bound" not in page
 
