@@ -47,11 +47,10 @@ import ssl
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import (
     IO,
     Any,
@@ -74,38 +73,20 @@ LAB = "part-09/lab-serve-twenty-concurrent-users"
 CONNECT_LIMIT_S = 30.0  # longer than four TCP SYN retries (1 + 2 + 4 + 8 s): a full accept queue shows as connect_s
 TAIL_GRACE_S = 5.0  # once the outcome is known (finish_reason, error status) only the end of the response is missing
 CONTROL_LIMIT_S = 5.0  # one read of /v1/models, /slots, /metrics ...
-WAITING_STATUSES = (408, 425, 429, 502, 503, 504)  # of a server that may answer later
-IDLE_LIMIT_S = 60.0  # how long --recovery-check waits for the server to say that it is idle
-SILENT_LOOKS = 4  # looks in a row without any load told, after which the server counts as silent
 MAX_HEAD_BYTES = 64 * 1024  # what common HTTP servers accept themselves
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # one event with log-probabilities of a long delta stays far below
 MAX_ERROR_BYTES = 64 * 1024
-SECRET_NAME = re.compile("auth|cookie|credential|key|passw|secret|session|signature|token", re.IGNORECASE)
-SECRET_CHARS = 8  # the value of any header of this length may be one
 MAX_MESSAGE_CHARS = 300
 LONG_WORD = 40  # what is longer may be cut anywhere
 MAX_COUNT = 10**9  # no prompt, answer or context comes near it: a larger count is noise
-MAX_SETTING = 10**15  # of an option; the analyser takes larger figures for damage
-MAX_METRIC = 2**53  # what a float holds exactly; counters of a server may grow for years
-MAX_METRICS_BYTES = 4 * 1024 * 1024  # vLLM's /metrics has some 100 KB for each of its engines
 MAX_FINISH_CHARS = 64
 MAX_TIMINGS = 64  # values of one response; llama-server sends about ten
-MAX_NAME_CHARS = 1000  # of a model
-MAX_DIGITS = 300  # of a whole number, for the analyser
 MAX_NESTING = 100  # of JSON that is given to us and sent or stored again
 READ_BYTES = 64 * 1024  # below the size for which malloc asks the kernel anew each time
-SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 COALESCED_MIN_TOKENS = 8
 COALESCED_MOMENTS = 3
-START_TOGETHER = 8  # workers that start before the event loop looks at the connections again
-LOCK_LIMIT_S, LOCK_RETRY_S = 10.0, 0.02  # another run holds the notebook's lock for one write
-SENTINEL_S = 0.05  # how often the client looks at its own lateness
-PROGRESS_S = 0.5
-FIRST_LOOK_S = 0.05  # a look at the moment a level starts would find its server idle
-LAG_TIMER_S = 0.001  # an event loop's timers are a millisecond coarse: less lateness than that says nothing
-LAG_SHARE_OF_TPOT = 0.25
-BUSY_CPU_FRACTION = 0.8
 EXIT_OK, EXIT_FAULT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+LAG_TIMER_S = 0.001  # an event loop's timers are a millisecond coarse: less lateness than that says nothing
 
 Json = Any  # what json.loads returns
 
@@ -1740,42 +1721,10 @@ async def find_route(target: Target, headers: Sequence[tuple[str, str]], timeout
 
 
 # ---------------------------------------------------------------- running a level
+# In: a supply of requests and a route. Out: a LevelRun, the facts of the level before anything is worked out.
 
-
-class Printer:
-    """Writes lines from a thread of its own, so that a slow terminal or pipe is never
-    inside a request's path. A closed pipe silences it; the measurement goes on.
-    `broken` says that something could not be written, or that there is no stream."""
-
-    def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream
-        self.broken = stream is None
-        self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def put(self, text: str) -> None:
-        self._lines.put(text)
-
-    def drain(self) -> None:
-        """Wait until everything put so far is written."""
-        written = threading.Event()
-        self._lines.put(written)
-        written.wait()
-
-    def _work(self) -> None:
-        while True:
-            item = self._lines.get()
-            if not isinstance(item, str):
-                item.set()
-            elif self._stream is not None:
-                try:
-                    try:
-                        self._stream.write(item)
-                    except UnicodeEncodeError:  # a terminal that knows fewer characters
-                        self._stream.write(item.encode("ascii", "backslashreplace").decode())
-                    self._stream.flush()
-                except (OSError, ValueError):
-                    self.broken = True
+START_TOGETHER = 8  # workers that start before the event loop looks at the connections again
+SENTINEL_S = 0.05  # how often the client looks at its own lateness
 
 
 class Sentinel:
@@ -1802,6 +1751,16 @@ class Sentinel:
             self.lags_s.append(late_s)
 
 
+class Order(NamedTuple):
+    """One request to send: its place in the level, its bytes, its turn in a conversation (from 1), and how many text
+    deltas would be more than an answer can have."""
+
+    place: int
+    payload: bytes
+    turn: int = 1
+    most_deltas: float = math.inf
+
+
 @dataclasses.dataclass
 class Finished:
     """One request of a level that has ended, and the worker (0 .. c - 1) that sent it."""
@@ -1809,6 +1768,17 @@ class Finished:
     index: int
     worker: int
     seen: Observation
+    turn: int = 1
+
+
+# What a worker sends next, given its number and its last request, or None where nothing is left for it.
+Supply = Callable[[int, Optional[Finished]], Optional[Order]]
+
+
+def in_order(payloads: Iterable[bytes], most_deltas: float = math.inf) -> Supply:
+    """These requests, one after the other, to whoever asks."""
+    orders = iter([Order(index, payload, 1, most_deltas) for index, payload in enumerate(payloads)])
+    return lambda worker, last: next(orders, None)
 
 
 @dataclasses.dataclass
@@ -1816,10 +1786,9 @@ class LevelRun:
     """A level while it runs, and all that is known of it afterwards. Times are clock readings."""
 
     concurrency: int
-    planned: int
-    most_deltas: float = math.inf  # of one response; more are a failure
+    planned: int | None = None  # requests, where their number decides
     started_at: float = 0.0
-    empty_at: float | None = None  # when the first worker found the queue empty
+    empty_at: float | None = None  # when the first worker found nothing left to send
     finished: list[Finished] = dataclasses.field(default_factory=list)
     active: dict[int, Observation] = dataclasses.field(default_factory=dict)
     cpu_s: float = 0.0
@@ -1829,29 +1798,25 @@ class LevelRun:
 
     @property
     def deltas(self) -> int:
+        """Text deltas so far."""
         for seen in self.active.values():
             seen.release()
         running = sum(seen.deltas for seen in self.active.values())
         return running + sum(item.seen.deltas for item in self.finished)
 
 
-Ended = Callable[[Finished, LevelRun], None]
-
-
-async def _worker(
-    number: int, route: Route, waiting: collections.deque[tuple[int, bytes]], run: LevelRun, ended: Ended
-) -> None:
-    """Send what waits, one after the other, until nothing does. Raises ClientFault."""
-    while waiting:
-        index, payload = waiting.popleft()
-        seen = run.active[index] = Observation(run.most_deltas)
+async def _worker(number: int, route: Route, supply: Supply, run: LevelRun, ended: Callable[[Finished], None]) -> None:
+    """Send what the supply gives, one after the other, until it gives nothing. Raises ClientFault."""
+    last: Finished | None = None
+    while order := supply(number, last):
+        seen = run.active[order.place] = Observation(order.most_deltas)
         try:
-            await send_chat(route, payload, seen)
+            await send_chat(route, order.payload, seen)
         finally:
-            del run.active[index]
-        item = Finished(index, number, seen)
-        run.finished.append(item)
-        ended(item, run)
+            del run.active[order.place]
+        last = Finished(order.place, number, seen, order.turn)
+        run.finished.append(last)
+        ended(last)
     if run.empty_at is None:
         run.empty_at = time.perf_counter()
 
@@ -1859,17 +1824,16 @@ async def _worker(
 async def run_level(
     route: Route,
     concurrency: int,
-    payloads: Sequence[bytes],
+    supply: Supply,
     stop: asyncio.Future[None],
     run: LevelRun,
-    ended: Ended,
+    ended: Callable[[Finished], None],
 ) -> None:
-    """Closed loop: `concurrency` workers send `payloads`, each the next when its last response is over.
+    """Closed loop: `concurrency` workers send what `supply` gives, each the next when its last response is over.
 
     Fills `run`. When `stop` is done first or a worker raises ClientFault, requests in flight are cut
     off and `run.interrupted` is set. Raises ClientFault.
     """
-    waiting = collections.deque(enumerate(payloads))
     gc.collect()
     gc.freeze()  # nothing that exists now is looked at again by a collection during the level
     sentinel = Sentinel()
@@ -1878,8 +1842,8 @@ async def run_level(
     workers: list[asyncio.Future[None]] = []
 
     async def start_and_wait() -> None:
-        for number in range(min(concurrency, len(payloads))):
-            workers.append(asyncio.ensure_future(_worker(number, route, waiting, run, ended)))
+        for number in range(concurrency):
+            workers.append(asyncio.ensure_future(_worker(number, route, supply, run, ended)))
             if number % START_TOGETHER == START_TOGETHER - 1:
                 await asyncio.sleep(0)  # a thousand connections in a row would make the first answers look late
         await asyncio.gather(*workers)
@@ -1907,7 +1871,11 @@ async def run_level(
 
 
 # ---------------------------------------------------------------- watching the server
+# In: what /slots, /metrics and nvidia-smi say around and during a level. Out: `server` and `gpu` of its record.
 
+MAX_METRIC = 2**53  # what a float holds exactly; counters of a server may grow for years
+MAX_METRICS_BYTES = 4 * 1024 * 1024  # vLLM's /metrics has some 100 KB for each of its engines
+FIRST_LOOK_S = 0.05  # a look at the moment a level starts would find its server idle
 METRIC_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(\{[^}\n]*\})?[ \t]+(\S+)", re.MULTILINE)
 
 # what we call it -> names by engine, without _total, which comes and goes between versions
@@ -1928,10 +1896,11 @@ METRICS: dict[str, tuple[str, ...]] = {
     "prefill_count": ("vllm:request_prefill_time_seconds_count",),
 }
 _METRIC_BY_NAME = {name: key for key, names in METRICS.items() for name in names}
+RATIOS = ("busy_per_decode", "cache_usage")  # of several engines in one server the largest; counts are added
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The figures of METRICS in a Prometheus text, summed over labels (several engines in one server).
+    """The figures of METRICS in a Prometheus text, over all labels (several engines in one server).
 
     >>> parse_metrics('vllm:num_requests_running{engine="0"} 3.0')
     {'running': 3.0}
@@ -1947,7 +1916,7 @@ def parse_metrics(text: str) -> dict[str, float]:
         except ValueError:
             continue
         if abs(value) <= MAX_METRIC:
-            found[key] = found.get(key, 0.0) + value
+            found[key] = max(found.get(key, value), value) if key in RATIOS else found.get(key, 0.0) + value
     return found
 
 
@@ -1960,14 +1929,20 @@ class Snapshot:
     busy_slots: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    def read_slots(self, doc: Json) -> None:
+        """The slot list of llama-server: how many, how long, how many of them work."""
+        if not isinstance(doc, list) or not all(isinstance(slot, dict) for slot in doc) or not doc:
+            return
+        self.slots = len(doc)
+        self.context_per_slot = count_of(doc[0].get("n_ctx"))
+        self.busy_slots = sum(bool(slot.get("is_processing") or slot.get("state")) for slot in doc)
 
-def read_slots(doc: Json, into: Snapshot) -> None:
-    """The slot list of llama-server: how many, how long, how many of them work."""
-    if not isinstance(doc, list) or not all(isinstance(slot, dict) for slot in doc) or not doc:
-        return
-    into.slots = len(doc)
-    into.context_per_slot = count_of(doc[0].get("n_ctx"))
-    into.busy_slots = sum(bool(slot.get("is_processing") or slot.get("state")) for slot in doc)
+    @property
+    def idle(self) -> bool | None:
+        """Whether the server says that nothing runs or waits; None where it says nothing."""
+        loads = [self.busy_slots] + [self.metrics.get(key) for key in ("busy", "deferred", "running", "waiting")]
+        known = [load for load in loads if load is not None]
+        return not any(known) if known else None
 
 
 class ServerWatch:
@@ -1976,8 +1951,7 @@ class ServerWatch:
     def __init__(self, route: Route) -> None:
         self._route = route
         self._prefix = route.target.prefix
-        self.has_slots = True
-        self.has_metrics = True
+        self.paths: list[str] = []  # those that are there
         self.snapshots: list[Snapshot] = []
 
     async def find(self) -> list[str]:
@@ -1991,21 +1965,19 @@ class ServerWatch:
                     problem = "no list of slots"
             except ControlError as error:
                 problem = str(error)
-            if problem is not None:
+            if problem is None:
+                self.paths.append(path)
+            else:
                 missing.append(f"sampling: {path} is not there ({problem}); its figures will be null")
-                if path == "/slots":
-                    self.has_slots = False
-                else:
-                    self.has_metrics = False
         return missing
 
     async def look(self) -> Snapshot:
         """One snapshot; what cannot be read this time stays None."""
         shot = Snapshot()
-        if self.has_slots:
+        if "/slots" in self.paths:
             with contextlib.suppress(ControlError):
-                read_slots(await fetch_json(self._route, self._prefix + "/slots"), shot)
-        if self.has_metrics:
+                shot.read_slots(await fetch_json(self._route, self._prefix + "/slots"))
+        if "/metrics" in self.paths:
             with contextlib.suppress(ControlError):
                 status, body = await fetch(self._route, self._prefix + "/metrics")
                 if status == 200:
@@ -2020,21 +1992,11 @@ class ServerWatch:
             self.snapshots.append(await self.look())
             await asyncio.sleep(every_s)
 
-    async def is_idle(self) -> bool | None:
-        """Whether the server says that nothing runs or waits; None where it says nothing."""
-        shot = await self.look()
-        loads = [shot.busy_slots] + [shot.metrics.get(key) for key in ("busy", "deferred", "running", "waiting")]
-        known = [load for load in loads if load is not None]
-        return not any(known) if known else None
 
-
-def _peak(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
-
-
-def _whole(value: float | None) -> int | None:
-    return round(value) if value is not None and math.isfinite(value) else None
+def growth(before: Snapshot, after: Snapshot, key: str) -> float | None:
+    """How far a counter grew; None where it was not read twice, or fell (a restart)."""
+    first, last = before.metrics.get(key), after.metrics.get(key)
+    return None if first is None or last is None or last < first else last - first
 
 
 def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot) -> dict[str, Any]:
@@ -2042,45 +2004,43 @@ def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot
     looks = [before, *during, after]
 
     def peak(key: str) -> float | None:
-        return _peak(shot.metrics.get(key) for shot in during)
+        return max((shot.metrics[key] for shot in during if key in shot.metrics), default=None)
 
-    def difference(key: str) -> float | None:
-        first, last = before.metrics.get(key), after.metrics.get(key)
-        return None if first is None or last is None or last < first else last - first
+    def whole(value: float | None) -> int | None:
+        return round(value) if value is not None and math.isfinite(value) else None
 
-    per_decode, decodes = None, difference("decodes")
+    per_decode, decodes = None, growth(before, after, "decodes")
     if decodes and "busy_per_decode" in before.metrics and "busy_per_decode" in after.metrics:
         # the server's figure is an average since its start: take the level's own part out of it
         first, last = (shot.metrics["busy_per_decode"] * shot.metrics["decodes"] for shot in (before, after))
         per_decode = max(0.0, (last - first) / decodes)
-    busy_slots = _peak(shot.busy_slots for shot in during)
+    busy_slots = max((shot.busy_slots for shot in during if shot.busy_slots is not None), default=None)
     usage = peak("cache_usage")
     return {
         "slots": next((shot.slots for shot in looks if shot.slots is not None), None),
         "context_per_slot": next((s.context_per_slot for s in looks if s.context_per_slot is not None), None),
-        "peak_busy_slots": _whole(busy_slots if busy_slots is not None else peak("busy")),
-        "peak_deferred": _whole(peak("deferred")),
+        "peak_busy_slots": whole(busy_slots if busy_slots is not None else peak("busy")),
+        "peak_deferred": whole(peak("deferred")),
         "busy_slots_per_decode": None if per_decode is None else round(per_decode, 3),
-        "peak_running": _whole(peak("running")),
-        "peak_waiting": _whole(peak("waiting")),
-        "preemptions": _whole(difference("preemptions")),
+        "peak_running": whole(peak("running")),
+        "peak_waiting": whole(peak("waiting")),
+        "preemptions": whole(growth(before, after, "preemptions")),
         "peak_cache_usage": None if usage is None else round(usage, 4),
-        "prompt_tokens": _whole(difference("prompt_tokens")),
-        "cached_tokens": _whole(difference("cached_tokens")),
+        "prompt_tokens": whole(growth(before, after, "prompt_tokens")),
+        "cached_tokens": whole(growth(before, after, "cached_tokens")),
     }
 
 
-def mean_of_histogram(before: Snapshot, after: Snapshot, stem: str) -> float | None:
-    """Mean over the level of a histogram of seconds: difference of its sum / difference of its count."""
-    try:
-        total = after.metrics[f"{stem}_sum"] - before.metrics[f"{stem}_sum"]
-        count = after.metrics[f"{stem}_count"] - before.metrics[f"{stem}_count"]
-    except KeyError:
-        return None
-    return total / count if count > 0 and total >= 0 else None
-
-
 # ---------------------------------------------------------------- measuring a level
+# In: request records and a LevelRun. Out: the figures of the level record, and the lines printed of it. No clock.
+
+LAG_SHARE_OF_TPOT = 0.25
+BUSY_CPU_FRACTION = 0.8
+PAUSE_S, PAUSE_SHARE = 0.1, 0.03  # a client that stood still so long, and for so much of a level, has bent its figures
+STEADY_DIFFERENCE = 0.03  # between steady state and whole level: ramp and drain show
+CACHED_DISAGREEMENT = 0.02  # of the prompt tokens
+DRIFT_REQUESTS = 12  # a third of fewer says nothing of drift
+MOST_NAMES = 20  # that one field counts: a hostile server could give another name each time
 
 
 def percentile(ordered: Sequence[float], percent: int, zeros: int = 0) -> float:
@@ -2117,6 +2077,18 @@ def _mean(values: Sequence[float], digits: int = 2) -> float | None:
     return round(math.fsum(values) / len(values), digits) if values else None
 
 
+def tally(names: Iterable[str]) -> dict[str, int]:
+    """How often each name came; beyond MOST_NAMES different ones the rarest are counted together.
+
+    >>> tally(["stop", "length", "stop"])
+    {'stop': 2, 'length': 1}
+    """
+    counts = collections.Counter(names)
+    kept = counts.most_common(MOST_NAMES)
+    others = sum(counts.values()) - sum(count for _, count in kept)
+    return {**dict(kept), "(other names)": others} if others else dict(counts)
+
+
 def mean_cached(good: Sequence[RequestRecord]) -> float | None:
     """Mean cached tokens of the successful requests, of those with a prompt count where any has one: it stands beside
     the mean prompt. None where no request tells; where some do, a request without the figure counts as 0, since engines
@@ -2151,13 +2123,13 @@ def steady_state(run: LevelRun) -> tuple[float | None, float | None]:
     """(tokens per second, window in seconds) from the moment every worker has had its first token
     to the moment the first worker finds the queue empty. A delta weighs output tokens / deltas of
     its request; successful requests count. Both None where fewer than two rounds (of any requests,
-    failed ones too) ended inside."""
+    failed ones too) ended inside, or the level was interrupted."""
     first_by_worker: dict[int, float] = {}
     for item in run.finished:
         at_s = item.seen.first_token_at
         if at_s is not None:
             first_by_worker[item.worker] = min(at_s, first_by_worker.get(item.worker, at_s))
-    if len(first_by_worker) < run.concurrency or run.empty_at is None:
+    if len(first_by_worker) < run.concurrency or run.empty_at is None or run.interrupted:
         return None, None
     begin, end = max(first_by_worker.values()), run.empty_at
     inside = sum(begin < item.seen.ended_at <= end for item in run.finished)
@@ -2172,22 +2144,48 @@ def steady_state(run: LevelRun) -> tuple[float | None, float | None]:
     return round(tokens / (end - begin), 4), round(end - begin, 6)
 
 
+def drift(good: Sequence[RequestRecord]) -> dict[str, float] | None:
+    """Median TPOT of the first and of the last third of the requests, by start; None below DRIFT_REQUESTS a third."""
+    tpots = _known(request.tpot_s for request in sorted(good, key=lambda request: request.started_s))
+    third = len(tpots) // 3
+    if third < DRIFT_REQUESTS:
+        return None
+    parts = {"tpot_first_third_s": tpots[:third], "tpot_last_third_s": tpots[-third:]}
+    return {name: round(percentile(sorted(values), 50), 6) for name, values in parts.items()}
+
+
+def _timings(good: Iterable[RequestRecord], *names: str) -> Iterator[tuple[RequestRecord, list[float]]]:
+    """Requests with these values of llama-server's `timings`, each a number that can be meant."""
+    for request in good:
+        given = [(request.timings or {}).get(name) for name in names]
+        values = [value for value in given if isinstance(value, (int, float)) and 0 <= value <= MAX_COUNT]
+        if len(values) == len(names):
+            yield request, values
+
+
+def prefill_rate(good: Sequence[RequestRecord], before: Snapshot, after: Snapshot) -> float | None:
+    """Prompt tokens per second of the server's own prefill time: llama-server's `timings` (which leave cached tokens
+    out), else vLLM's counters less the cached ones and its prefill histogram; None where it tells neither."""
+    told = [values for _, values in _timings(good, "prompt_n", "prompt_ms")]
+    tokens, seconds = sum(values[0] for values in told), sum(values[1] for values in told) / 1000
+    if not told:
+        prompts, prefill_s = growth(before, after, "prompt_tokens"), growth(before, after, "prefill_sum")
+        if prompts is None or prefill_s is None:
+            return None
+        tokens, seconds = prompts - (growth(before, after, "cached_tokens") or 0.0), prefill_s
+    return round(tokens / seconds, 2) if tokens > 0 and seconds > 0 else None
+
+
 def split_by_timings(good: Sequence[RequestRecord]) -> dict[str, Any] | None:
     """Where the time to first token went, per request, by llama-server's own clock: prefill is
     `prompt_ms`, rest one decode step, queue the remainder of TTFT (at least 0). Seconds."""
     parts: dict[str, list[float]] = {"queue": [], "prefill": [], "rest": []}
-    for request in good:
-        timings = request.timings or {}
-        prefill_ms, decode_ms, decoded = (timings.get(key) for key in ("prompt_ms", "predicted_ms", "predicted_n"))
-        numbers = [value for value in (prefill_ms, decode_ms, decoded) if isinstance(value, (int, float))]
-        usable = len(numbers) == 3 and all(0 <= number <= MAX_COUNT for number in numbers) and numbers[2] >= 1
-        if not usable or request.ttft_s is None:
+    for request, (prefill_ms, decode_ms, decoded) in _timings(good, "prompt_ms", "predicted_ms", "predicted_n"):
+        if decoded < 1 or request.ttft_s is None:
             continue
-        prefill_s = numbers[0] / 1000
-        rest_s = numbers[1] / numbers[2] / 1000
-        parts["prefill"].append(prefill_s)
-        parts["rest"].append(rest_s)
-        parts["queue"].append(max(0.0, request.ttft_s - prefill_s - rest_s))
+        parts["prefill"].append(prefill_ms / 1000)
+        parts["rest"].append(decode_ms / decoded / 1000)
+        parts["queue"].append(max(0.0, request.ttft_s - parts["prefill"][-1] - parts["rest"][-1]))
     if not parts["queue"]:
         return None
     return {name: {key: summary(values)[key] for key in ("p50", "p90", "mean")} for name, values in parts.items()}
@@ -2195,14 +2193,17 @@ def split_by_timings(good: Sequence[RequestRecord]) -> dict[str, Any] | None:
 
 def split_by_histograms(ttft_mean_s: float | None, before: Snapshot, after: Snapshot) -> dict[str, Any] | None:
     """The same as means over the level from vLLM's queue-time and prefill-time histograms."""
-    queue_s, prefill_s = (mean_of_histogram(before, after, stem) for stem in ("queue", "prefill"))
+
+    def mean(stem: str) -> float | None:
+        total, count = growth(before, after, f"{stem}_sum"), growth(before, after, f"{stem}_count")
+        return total / count if total is not None and count else None
+
+    queue_s, prefill_s = mean("queue"), mean("prefill")
     if queue_s is None or prefill_s is None or ttft_mean_s is None:
         return None
     rest_s = max(0.0, ttft_mean_s - queue_s - prefill_s)
-    return {
-        name: {"mean": round(value, 6)}
-        for name, value in (("queue", queue_s), ("prefill", prefill_s), ("rest", rest_s))
-    }
+    parts = {"queue": queue_s, "prefill": prefill_s, "rest": rest_s}
+    return {name: {"mean": round(value, 6)} for name, value in parts.items()}
 
 
 def within_objective(request: RequestRecord, slo_ttft_s: float, slo_tpot_s: float) -> bool:
@@ -2219,6 +2220,7 @@ def level_figures(
     good = [request for request in requests if request.ok]
     wall_s = max((request.end_s for request in requests), default=0.0)
     tokens = sum(request.output_tokens for request in good)
+    deltas = sum(request.deltas for request in good)
     within = sum(within_objective(request, slo_ttft_s, slo_tpot_s) for request in good)
     busy_s = math.fsum(request.connect_s + request.ended_s for request in requests)
     per_request = sorted(request.output_tokens for request in good)
@@ -2248,46 +2250,52 @@ def level_figures(
             "p90": percentile(per_request, 90) if per_request else None,
             "max": per_request[-1] if per_request else None,
         },
+        "tokens_per_delta": round(tokens / deltas, 4) if deltas else None,
         "prompt_tokens_mean": _mean(_known(request.prompt_tokens for request in good)),
         "cached_tokens_mean": mean_cached(good),
         "token_counts": token_counts(good),
-        "finish_reasons": dict(collections.Counter(request.finish or "none" for request in good)),
+        "finish_reasons": tally(request.finish or "none" for request in good),
         "errors": dict(collections.Counter(str(request.error_class) for request in failed)),
         "first_error": min(failed, key=lambda request: request.end_s).error if failed else None,
         "coalesced": sum(request.coalesced for request in good),
+        "drift": drift(good),
     }
 
 
-class Floor(NamedTuple):
-    """What this client costs against a server that costs nothing, at one level."""
-
-    us_per_delta: float | None
-    ttft_s: float | None
-
-
-def client_figures(run: LevelRun, floor: Floor | None) -> dict[str, Any]:
-    """How busy and how late this client was: part of every level record."""
+def run_figures(run: LevelRun) -> dict[str, Any]:
+    """Figures that need more than per-request records: the moment of each delta, and the client's cost."""
+    good = [item.seen for item in run.finished if item.seen.failure is None]
+    rate, window_s = steady_state(run)
     lags = summary(run.lags_s)
     return {
-        "cpu_fraction": round(run.cpu_s / run.lasted_s, 4) if run.lasted_s > 0 else None,
-        "loop_lag_s": {key: lags[key] for key in ("p50", "p99", "max")},
-        "floor_us_per_delta": floor.us_per_delta if floor else None,
-        "floor_ttft_s": floor.ttft_s if floor else None,
+        "interrupted": run.interrupted,
+        "models": tally(printable(seen.model, MAX_MESSAGE_CHARS) for seen in good if seen.model is not None),
+        "chunk_gap_s": chunk_gaps(good),
+        "steady_output_tokens_per_s": rate,
+        "steady_window_s": window_s,
+        "client": {
+            "cpu_fraction": round(run.cpu_s / run.lasted_s, 4) if run.lasted_s > 0 else None,
+            "loop_lag_s": {key: lags[key] for key in ("p50", "p99", "max")},
+            "floor_us_per_delta": None,  # these two where --calibrate has measured them
+            "floor_ttft_s": None,
+        },
     }
 
 
 def client_warning(record: dict[str, Any]) -> str | None:
     """A line where the client may be what was measured, with its evidence."""
     client, tpot_s = record["client"], record["tpot_s"]["p50"]
-    lag_s = client["loop_lag_s"]["p99"] or 0.0
+    lag_s, pause_s = client["loop_lag_s"]["p99"] or 0.0, client["loop_lag_s"]["max"] or 0.0
     reasons: list[str] = []
     if tpot_s is not None and lag_s > 2 * LAG_TIMER_S and lag_s > LAG_SHARE_OF_TPOT * tpot_s:
         reasons.append(f"loop lag p99 {lag_s * 1e3:.1f} ms against TPOT p50 {tpot_s * 1e3:.1f} ms")
-    floor_s = (client["floor_us_per_delta"] or 0.0) * record["concurrency"] / 1e6
+    if pause_s > PAUSE_S and pause_s > PAUSE_SHARE * record["wall_s"]:
+        reasons.append(f"it stood still for {pause_s:.2f} s of {record['wall_s']:.2f} s")
+    floor_us = client["floor_us_per_delta"] or 0.0
+    floor_s = floor_us * record["concurrency"] / 1e6
     if tpot_s is not None and floor_s > LAG_SHARE_OF_TPOT * tpot_s:
-        reasons.append(
-            f"its floor of {client['floor_us_per_delta']:.1f} us per delta x c is {floor_s * 1e3:.1f} ms a token"
-        )
+        best_case = f"its floor of {floor_us:.1f} us per delta, in bursts and so a best case, x c"
+        reasons.append(f"{best_case} is at least {floor_s * 1e3:.1f} ms a token")
     if (client["cpu_fraction"] or 0.0) > BUSY_CPU_FRACTION:
         reasons.append(f"{client['cpu_fraction'] * 100:.0f} % of one core")
     if not reasons:
@@ -2299,8 +2307,9 @@ def _figure(value: float | None, form: str) -> str:
     return "n/a" if value is None else format(value, form)
 
 
-def level_lines(record: dict[str, Any]) -> list[str]:
-    """What a level prints: the two lines of the lab, an error line, then what else was seen."""
+def level_lines(record: dict[str, Any], aliases: Iterable[str] = (), latency: bool = False) -> list[str]:
+    """What a level prints: the two lines of the lab, an error line, then what else was seen. `aliases` are names that
+    the server is known to give the model; `latency` adds the line of latencies and totals."""
     ttft, tpot = record["ttft_s"], record["tpot_s"]
     counts = record["token_counts"]
     counted = counts if isinstance(counts, str) else " and ".join(f"{key} {n}" for key, n in counts.items())
@@ -2313,23 +2322,42 @@ def level_lines(record: dict[str, Any]) -> list[str]:
         f"  TPOT p50 {_figure(tpot['p50'], '.4f')} p90 {_figure(tpot['p90'], '.4f')}"
     )
     quality = (
-        f"         goodput {_figure(record['goodput_requests_per_s'], '.3f')} req/s"
+        f"goodput {_figure(record['goodput_requests_per_s'], '.3f')} req/s"
         f" ({record['within_slo']}/{record['requests']} within SLO)"
         f"  in flight {_figure(record['mean_in_flight'], '.1f')}"
         f"  prompt {_figure(record['prompt_tokens_mean'], '.1f')} tok,"
         f" cached {_figure(record['cached_tokens_mean'], '.1f')}"
         f"  tokens from {counted}  finish {record['finish_reasons']}"
     )
-    lines = [speed, quality]
-    if record["first_error"] is not None:
-        lines.append(f"         first error: {record['first_error']}")
-    lines += [f"         {line}" for line in (server_line(record), split_line(record), client_warning(record)) if line]
-    if record["coalesced"]:
+    error = None if record["first_error"] is None else f"first error: {record['first_error']}"
+    buffered = f"{record['coalesced']} response(s) arrived in under {COALESCED_MOMENTS} pieces: a proxy buffers"
+    latencies = (
+        f"latency mean {_figure(record['e2e_s']['mean'], '.3f')} s  max {_figure(record['e2e_s']['max'], '.3f')} s"
+        f"  total {record['wall_s']:.3f} s  aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
+    )
+    remarks = [quality, error, *_shape_lines(record), server_line(record), split_line(record)]
+    remarks += [models_line(record, aliases), client_warning(record), cached_disagreement(record)]
+    remarks.append(buffered if record["coalesced"] else None)
+    remarks.append("interrupted: this level is not whole" if record["interrupted"] else None)
+    remarks.append(latencies if latency or record["server"] is not None else None)
+    return [speed, *(f"         {line}" for line in remarks if line)]
+
+
+def _shape_lines(record: dict[str, Any]) -> list[str]:
+    """Where ramp and drain are a part of the figures."""
+    lines: list[str] = []
+    if record["requests"] < 2 * record["concurrency"] and not record["interrupted"]:
         lines.append(
-            f"         {record['coalesced']} response(s) arrived in under {COALESCED_MOMENTS} pieces: a proxy buffers"
+            f"under two rounds ({record['requests']} requests for {record['concurrency']} workers): "
+            "ramp and drain are in all figures; --min-rounds 4 gives a curve"
         )
-    if record["interrupted"]:
-        lines.append("         interrupted: this level is not whole")
+    steady, whole = record["steady_output_tokens_per_s"], record["output_tokens_per_s"]
+    if steady and whole and abs(steady / whole - 1) > STEADY_DIFFERENCE:
+        change = (whole / steady - 1) * 100
+        lines.append(
+            f"steady state {steady:.2f} tok/s over {record['steady_window_s']:.2f} s; "
+            f"the whole level, with ramp and drain, {change:+.1f} %"
+        )
     return lines
 
 
@@ -2338,20 +2366,7 @@ def server_line(record: dict[str, Any]) -> str | None:
     server = record["server"]
     if server is None:
         return None
-    names = {
-        "slots": "slots",
-        "context_per_slot": "context per slot",
-        "peak_busy_slots": "peak busy",
-        "peak_deferred": "peak deferred",
-        "busy_slots_per_decode": "busy per decode",
-        "peak_running": "peak running",
-        "peak_waiting": "peak waiting",
-        "preemptions": "preemptions",
-        "peak_cache_usage": "peak cache use",
-        "prompt_tokens": "prompt tokens",
-        "cached_tokens": "cached tokens",
-    }
-    told = [f"{name} {server[key]}" for key, name in names.items() if server[key] is not None]
+    told = [f"{key.replace('_', ' ')} {value}" for key, value in server.items() if value is not None]
     return "server: " + (", ".join(told) if told else "says nothing of itself")
 
 
@@ -2364,15 +2379,26 @@ def split_line(record: dict[str, Any]) -> str | None:
     return f"TTFT mean split: {parts}"  # means add up, medians do not
 
 
-def cached_disagreement(record: dict[str, Any], good: Sequence[RequestRecord]) -> str | None:
+def models_line(record: dict[str, Any], aliases: Iterable[str]) -> str | None:
+    """A line where responses named several models, or another than was asked for by more than its path or a known
+    alias."""
+    named: dict[str, int] = record["models"]
+    known = {name.rpartition("/")[2] for name in (record["model"], *aliases)}
+    if len(named) < 2 and all(name.rpartition("/")[2] in known for name in named):
+        return None
+    told = ", ".join(f"{name} {count}" for name, count in named.items())
+    return f"answered by {told}, asked for {record['model']}: is it the model you mean to measure?"
+
+
+def cached_disagreement(record: dict[str, Any]) -> str | None:
     """A line where the cached tokens that the responses name are not those that the engine counted."""
     server = record["server"]
     counted = None if server is None else server["cached_tokens"]
     if counted is None or record["failed"] or record["interrupted"] or record["cached_tokens_mean"] is None:
         return None
-    told = sum(request.cached_tokens or 0 for request in good)
-    prompts = sum(request.prompt_tokens or 0 for request in good)
-    if abs(told - counted) <= max(0.02 * prompts, 1):
+    told = round(record["cached_tokens_mean"] * record["completed"])
+    prompts = round((record["prompt_tokens_mean"] or 0) * record["completed"])
+    if abs(told - counted) <= max(CACHED_DISAGREEMENT * prompts, 1):
         return None
     return (
         f"cached tokens disagree: the responses say {told}, the server's counter {counted} (of {prompts} prompt tokens)"
@@ -2380,6 +2406,10 @@ def cached_disagreement(record: dict[str, Any], good: Sequence[RequestRecord]) -
 
 
 # ---------------------------------------------------------------- notebook
+# In: records. Out: whole lines at the end of a file, or an OSError and the file as it was.
+
+APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+LOCK_LIMIT_S, LOCK_RETRY_S = 10.0, 0.02  # another run holds the notebook's lock for one write
 
 
 def strict_json(value: Json) -> str:
@@ -2395,9 +2425,6 @@ def strict_json(value: Json) -> str:
         return item
 
     return json.dumps(clean(value), sort_keys=True, allow_nan=False)
-
-
-APPENDING = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
 def check_appendable(path: str, option: str) -> None:
@@ -2432,30 +2459,32 @@ def lock_file(descriptor: int) -> None:
         time.sleep(LOCK_RETRY_S)
 
 
-def open_locked(path: str) -> int:
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[int]:
     """A descriptor to append to a file with, under a lock. Raises OSError."""
-    descriptor = os.open(path, APPENDING, 0o666)
-    try:
-        lock_file(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    for _ in range(2):
+        descriptor = os.open(path, APPENDING, 0o666)
+        try:
+            lock_file(descriptor)
+            if os.fstat(descriptor).st_nlink:
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+        # removed since it was opened, as by a run that only looked whether it can be made: once more
+    raise OSError(errno.ENOENT, "it is removed again and again")
 
 
-def append_lines(path: str, lines: Sequence[str]) -> None:
-    """Append whole lines in one write under a lock, and have them on disk when this returns.
+def append_lines(path: str, lines: Sequence[str]) -> int | None:
+    """Append whole lines in one write under a lock, and have them on disk when this returns: the file's size then
+    (None for a device).
 
     A file that does not end in a newline (torn by a crash) gets one first, so that the new
     line is not glued to it. Raises OSError; where only a part could be written, that is taken
     back, so that the file is as it was.
     """
     data = "".join(line + "\n" for line in lines).encode("utf-8")
-    descriptor = open_locked(path)
-    if not os.fstat(descriptor).st_nlink:  # removed since, as by a run that only looked whether it can be made
-        os.close(descriptor)
-        descriptor = open_locked(path)
-    try:
+    with locked(path) as descriptor:
         before = os.fstat(descriptor)
         size = before.st_size
         if size:
@@ -2466,686 +2495,53 @@ def append_lines(path: str, lines: Sequence[str]) -> None:
             if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == size + written:
                 os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, "only a part could be written")
-        if stat.S_ISREG(before.st_mode):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if not stat.S_ISREG(before.st_mode):
+            return None
+        os.fsync(descriptor)
+        return size + written
 
 
-# ---------------------------------------------------------------- command line
+class Notebook:
+    """The file that levels are appended to, and the lines of this run that stand there."""
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lines: list[str] = []
+        self._end: int | None = None  # where our last line ends
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The command line, checked. What the fields mean is said in `--help`."""
+    def append(self, line: str) -> None:
+        """One line, on disk when this returns. Raises OSError."""
+        self._end = append_lines(self.path, [line])
+        self.lines.append(line)
 
-    target: Target
-    model: str | None
-    concurrency: tuple[int, ...]
-    requests: int
-    min_rounds: int
-    max_tokens: int
-    temperature: float
-    timeout_s: float
-    prompt_set: str
-    prompts: tuple[Messages, ...] | None
-    seed: int | None
-    warmup: int
-    slo_ttft_s: float
-    slo_tpot_s: float
-    label: str
-    engine: str
-    engine_version: str
-    host: str
-    quant: str
-    context_length: int | None
-    server_slots: int | None
-    labbook: str
-    raw: str | None
-    json: bool
-    quiet: bool
-    extra_body: dict[str, Any]
-    headers: tuple[tuple[str, str], ...]
-    secrets: Secrets
-    sample_s: float | None
-    wait_ready_s: float | None
-    probe: bool
-    stop_at_slo: bool
-    recovery_check: bool
-    repeat: int
-    calibrate: bool
-    per_request: bool
-
-    def requests_at(self, concurrency: int) -> int:
-        return max(self.requests, self.min_rounds * concurrency)
-
-
-def body_bytes(options: Options, model: str, messages: Messages, max_tokens: int | None = None) -> bytes:
-    """The JSON body of one chat request."""
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": max_tokens or options.max_tokens,
-        "temperature": options.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **options.extra_body,
-    }
-    return json.dumps(body).encode("utf-8")
-
-
-def chat_payload(options: Options, model: str, messages: Messages, max_tokens: int | None = None) -> bytes:
-    """One whole chat request."""
-    body = body_bytes(options, model, messages, max_tokens)
-    return request_bytes(options.target, "POST", options.target.chat_path, options.headers, body)
-
-
-async def end_task(task: asyncio.Future[Any]) -> None:
-    """Cancel a task until it has ended: before Python 3.12 asyncio.wait_for may swallow one cancellation
-    (https://github.com/python/cpython/issues/86296)."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-    if not task.cancelled():
-        task.exception()
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM outside a level."""
-
-
-class Session:
-    """One run of the program, from the first connection to the last line."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        human = sys.stderr if options.json else sys.stdout
-        self.out = Printer(human)
-        self.records = self.out if human is sys.stdout else Printer(sys.stdout)
-        self.err = Printer(sys.stderr)
-        self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.tag = random_tags(options.seed)
-        now = datetime.datetime.now()
-        self.run_id = f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
-        self.exit_code = EXIT_OK
-        self.lines_written = 0
-        self.raw_written = 0
-        self.model = options.model or ""
-        self.floors: dict[int, Floor] = {}
-        self.route: Route
-        self.watch: ServerWatch | None = None
-
-    def say(self, text: str) -> None:
-        if not self.options.quiet:
-            self.out.put(terminal_safe(text) + "\n")
-
-    def warn(self, text: str) -> None:
-        self.err.put(f"load_test.py: {terminal_safe(text)}\n")
-
-    def save(self, line: str) -> None:
-        """A record on stdout, there when this returns."""
-        self.records.put(line + "\n")
-        self.records.drain()
-
-    def append(self, option: str, path: str, lines: Sequence[str], other: Printer) -> int:
-        """Append lines to a file and return how many were: all, or none, which is a fault. They then go to
-        the `other` stream, and where that fails too, into a new file of the temporary folder."""
+    def take_missing(self) -> list[str]:
+        """Those of our lines that are gone since somebody removed, replaced or shortened the file; they count as ours
+        no more. Nothing is looked for while our last line stands where we put it."""
+        if self._end is None or not self.lines:
+            return []
         try:
-            append_lines(path, lines)
-            return len(lines)
-        except OSError as error:
-            reason = error.strerror
-        for line in lines:
-            other.put(line + "\n")
-        other.drain()
-        stream = "stderr" if other is self.err else "stdout"
-        if not other.broken:
-            self.fault(f"{option} {path}: {reason}; what was to go there stands on {stream} instead")
-            return 0
-        try:
-            rescue = os.path.join(tempfile.gettempdir(), f"load_test-{self.run_id}.jsonl")
-            append_lines(rescue, lines)
-            self.fault(f"{option} {path}: {reason}; {stream} cannot be written either; kept in {rescue}")
-        except OSError as error:
-            self.fault(f"{option} {path}: {reason}; {stream} and the temporary folder fail too: {error.strerror}")
-        return 0
-
-    def fault(self, text: str) -> None:
-        self.warn(text)
-        self.exit_code = EXIT_FAULT
-
-    async def unless_stopped(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or Interrupted once a signal has come."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            await end_task(task)
-            raise Interrupted
-        return task.result()
-
-    async def run(self) -> int:
-        """The whole session; returns the exit code."""
-        try:
-            await self.unless_stopped(self.prepare())
-            if self.options.probe:
-                await self.unless_stopped(self.probe())
-            else:
-                if self.options.calibrate:
-                    await self.unless_stopped(self.calibrate())
-                await self.unless_stopped(self.warm_up())
-                await self.ladder()
-                if self.options.recovery_check and not self.stop.done():
-                    await self.unless_stopped(self.recovery_check())
-        except Interrupted:
-            pass
-        except (ServerFault, ClientFault) as error:
-            self.fault(str(error))
-        if self.stop.done():
-            self.exit_code = EXIT_INTERRUPTED
-            kept = (
-                f"the {self.lines_written} line(s) of finished levels are in" if self.lines_written else "nothing is in"
-            )
-            self.warn(f"interrupted; {kept} {self.options.labbook}" if not self.options.probe else "interrupted")
-        if not self.options.probe:
-            self.closing_lines()
-        self.out.drain()
-        self.err.drain()
-        return self.exit_code
-
-    # -- before the load
-
-    async def prepare(self) -> None:
-        options = self.options
-        if options.wait_ready_s is None:
-            self.route = await find_route(options.target, options.headers, options.timeout_s, options.secrets)
-            self.model = options.model or await self.only_model()
-        else:
-            await self.wait_ready(options.wait_ready_s)
-        if options.sample_s is not None or options.recovery_check:
-            self.watch = ServerWatch(self.route)
-            missing = await self.watch.find()
-            for line in missing if options.sample_s is not None else ():
-                self.warn(line)
-
-    async def only_model(self) -> str:
-        """The single model that /v1/models lists. Raises UsageError where there is a choice to make."""
-        try:
-            doc = await fetch_json(self.route, f"{self.options.target.prefix}/v1/models")
-        except ControlError as error:
-            final = error.status is not None and error.status not in WAITING_STATUSES
-            raise (NeverReady if final else ServerFault)(
-                f"--model was not given and the server's list of models cannot be read: {error}"
-            ) from None
-        entries = doc.get("data") if isinstance(doc, dict) else None
-        listing = entries if isinstance(entries, list) else []
-        names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
-        if len(names) != 1:
-            listed = self.options.secrets.hide(", ".join(names)) if names else "none"
-            listed = printable(listed, MAX_NAME_CHARS)
-            raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
-        if len(names[0]) > MAX_NAME_CHARS:
-            raise ServerFault(f"the server's one model has a name of {len(names[0])} characters; give it by --model")
-        return str(names[0])
-
-    async def wait_ready(self, limit_s: float) -> None:
-        """Wait until a tiny completion succeeds. Loading and refusals are waiting, another error is not."""
-        options = self.options
-        give_up_at = time.monotonic() + limit_s
-        reason = "no attempt was made"
-        while True:
-            try:
-                finding = find_route(options.target, options.headers, options.timeout_s, options.secrets)
-                self.route = await asyncio.wait_for(finding, max(0.1, give_up_at - time.monotonic()))
-                self.model = options.model or await self.only_model()
-                seen = Observation(most_deltas(2))
-                payload = chat_payload(options, self.model, _user(f"{WARMUP_TEXT} {fresh_tag()}"), 2)
-                waiting = send_chat(self.route, payload, seen)
-                await asyncio.wait_for(waiting, max(0.1, give_up_at - time.monotonic()))
-                if seen.failure is None:
-                    return
-                reason = seen.failure.message
-                status = seen.http.head.status if seen.http.head else None
-                if seen.failure.error_class == "http" and status not in WAITING_STATUSES:
-                    raise NeverReady(
-                        f"--wait-ready: {reason} from {options.target.base_url}: waiting will not mend that"
-                    )
-            except NeverReady:
-                raise
-            except ServerFault as error:
-                reason = str(error)
-            except asyncio.TimeoutError:
-                reason = "no answer in time"
-            if time.monotonic() + 0.2 > give_up_at:
-                raise ServerFault(f"--wait-ready: not ready after {limit_s:g} s: {reason}")
-            await asyncio.sleep(0.2)
-
-    def heading(self) -> None:
-        """What is about to be measured."""
-        options = self.options
-        total = options.repeat * sum(options.requests_at(c) for c in options.concurrency)
-        repeats = f" x {options.repeat}" if options.repeat > 1 else ""
-        self.say(f"label {options.label}  run {self.run_id}")
-        self.say(f"model {self.model}  at {options.target.base_url}  address {self.route.address[0]}")
-        self.say(
-            f"prompt set {options.prompt_set}  levels {','.join(map(str, options.concurrency))}{repeats}  "
-            f"at least {options.requests} requests a level, {total} in all  max tokens {options.max_tokens}"
-        )
-        self.say(
-            f"objective TTFT <= {options.slo_ttft_s:g} s and TPOT <= {options.slo_tpot_s:g} s  "
-            f"warm-up {options.warmup}  closed loop"
-        )
-
-    async def warm_up(self) -> None:
-        """Short requests that share no text with the prompt sets, sent together and thrown away."""
-        options = self.options
-        self.heading()
-        seen = [Observation(most_deltas(8)) for _ in range(options.warmup)]
-        for start in range(0, len(seen), max(options.concurrency)):
-            batch = seen[start : start + max(options.concurrency)]
-            payloads = [chat_payload(options, self.model, _user(f"{fresh_tag()} {WARMUP_TEXT}"), 8) for _ in batch]
-            await asyncio.gather(*(send_chat(self.route, payload, one) for payload, one in zip(payloads, batch)))
-        failures = [one.failure for one in seen if one.failure is not None]
-        if failures:
-            self.warn(f"{len(failures)} of {len(seen)} warm-up requests failed, the first with: {failures[0].message}")
-        refused = [failure for failure in failures if failure.error_class in ("connect", "http")]
-        if seen and len(refused) == len(seen):
-            raise ServerFault(f"every warm-up request was refused at {options.target.base_url}; nothing was measured")
-
-    async def calibrate(self) -> None:
-        """Measure this client alone: the same ladder against a server that answers at once."""
-        options = self.options
-        command = [sys.executable, os.path.abspath(__file__), NULL_SERVER]
-        try:
-            # in a session of its own: a terminal's Ctrl-C is ours alone, and it ends with its stdin
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, start_new_session=True)
-        except OSError as error:
-            raise ClientFault(f"--calibrate: the second process did not start ({error.strerror})") from None
-        try:
-            assert process.stdout is not None
-            said = await from_thread(process.stdout.readline)
-            if not said.strip().isdigit():
-                raise ClientFault("--calibrate: the second process did not start; run the program from its file")
-            port = int(said)
-            target = Target("http", "127.0.0.1", port, "", None)
-            route = Route(target, ("127.0.0.1", port), (), options.timeout_s, options.secrets, None)
-            for concurrency in dict.fromkeys(options.concurrency):
-                body = body_bytes(options, "null", _user("null"))
-                payload = request_bytes(target, "POST", target.chat_path, (), body)
-                run = LevelRun(concurrency, options.requests_at(concurrency))
-                await run_level(route, concurrency, [payload] * run.planned, self.stop, run, lambda item, level: None)
-                requests = [item.seen.record(item.index, run.started_at) for item in run.finished]
-                figures = level_figures(requests, concurrency, options.slo_ttft_s, options.slo_tpot_s)
-                deltas = sum(request.deltas for request in requests)
-                us_per_delta = round(run.cpu_s * 1e6 / deltas, 3) if deltas else None
-                self.floors[concurrency] = Floor(us_per_delta, figures["ttft_s"]["p50"])
-                self.say(
-                    f"  c={concurrency:>3}  null server: client {_figure(us_per_delta, '.2f')} us CPU per delta "
-                    f"(connections included), TTFT p50 {_figure(figures['ttft_s']['p50'], '.4f')} s"
-                )
-        finally:
-            process.kill()
-            process.communicate()
-
-    async def probe(self) -> None:
-        """One request by hand: show what came, and fail where a figure is missing that levels divide by."""
-        options = self.options
-        seen = Observation(most_deltas(options.max_tokens))
-        prompt = options.prompts[0] if options.prompts else built_in_prompts(options.prompt_set, self.tag)(0)
-        await send_chat(self.route, chat_payload(options, self.model, prompt), seen)
-        if seen.failure is not None:
-            raise ServerFault(f"probe: {seen.failure.message}")
-        context, slots = await self.context_and_slots()
-        answer, thoughts = seen.text(), seen.text(thoughts=True)
-        shown = {
-            "model": f"{self.model} (the server calls it {seen.model})"
-            if seen.model not in (None, self.model)
-            else self.model,
-            "text": printable(answer) or "(empty)",
-            "reasoning": printable(thoughts) or None,
-            "usage": as_text(seen.usage),
-            "finish": seen.finish,
-            "context": f"{context} tokens per sequence" if context else "the server does not say",
-            "slots": slots,
-        }
-        for name, value in shown.items():
-            if value is not None:
-                self.say(f"  {name:<10}{value}")
-        usage = seen.usage or {}
-        missing = [key for key in ("prompt_tokens", "completion_tokens") if not count_of(usage.get(key))]
-        if missing:
-            self.fault(
-                f"probe: the usage block lacks {' and '.join(missing)}: levels would count deltas instead of tokens"
-            )
-        elif not answer and not thoughts:
-            self.fault("probe: no text came, only tool calls")
-        else:
-            self.say("  probe passed")
-
-    async def context_and_slots(self) -> tuple[int | None, int | None]:
-        """Context length per sequence and slots as the server tells them, where it does."""
-        context = slots = None
-        prefix = self.options.target.prefix
-        with contextlib.suppress(ControlError):
-            doc = await fetch_json(self.route, f"{prefix}/props")
-            if isinstance(doc, dict):
-                slots = count_of(doc.get("total_slots"))
-                settings = doc.get("default_generation_settings")
-                context = count_of(settings.get("n_ctx")) if isinstance(settings, dict) else None
-        with contextlib.suppress(ControlError):
-            doc = await fetch_json(self.route, f"{prefix}/v1/models")
-            entries = doc.get("data") if isinstance(doc, dict) else None
-            for entry in entries if isinstance(entries, list) else ():
-                if isinstance(entry, dict) and entry.get("id") == self.model:
-                    context = context or count_of(entry.get("max_model_len"))
-        return context, slots
-
-    # -- the load
-
-    async def ladder(self) -> None:
-        """Every level, `repeat` times over, each on disk before the next starts."""
-        options = self.options
-        prompt_of = self.prompts()
-        for repeat in range(options.repeat):
-            missed_at = math.inf
-            for concurrency in options.concurrency:
-                if concurrency > missed_at:
-                    continue
-                count = options.requests_at(concurrency)
-                payloads = [chat_payload(options, self.model, prompt_of(index)) for index in range(count)]
-                record = await self.level(concurrency, repeat, payloads)
-                if self.stop.done():
-                    return
-                if record is None or not record["completed"]:
-                    self.fault(f"level c={concurrency} completed no request; the ladder ends with it")
-                    return
-                p90s = record["ttft_s"]["p90"], record["tpot_s"]["p90"]
-                if options.stop_at_slo and (p90s[0] > options.slo_ttft_s or (p90s[1] or 0.0) > options.slo_tpot_s):
-                    self.say(f"stopped at c={concurrency}: TTFT p90 or TPOT p90 is outside the objective")
-                    missed_at = min(missed_at, concurrency)
-
-    def prompts(self) -> Callable[[int], Messages]:
-        given = self.options.prompts
-        if given is not None:
-            return lambda index: given[index % len(given)]
-        return built_in_prompts(self.options.prompt_set, self.tag)
-
-    async def level(self, concurrency: int, repeat: int, payloads: Sequence[bytes]) -> dict[str, Any] | None:
-        """Run, measure, write and print one level; None where not even one request ended.
-
-        Raises ClientFault, after it has written what had ended until then as an interrupted level.
-        """
-        run = LevelRun(concurrency, len(payloads), most_deltas(self.options.max_tokens))
-        sampling = self.watch if self.options.sample_s is not None else None
-        before = await sampling.look() if sampling else Snapshot()
-        background = [asyncio.ensure_future(self.progress(run))]
-        if sampling is not None and self.options.sample_s is not None:
-            sampling.snapshots = []
-            background.append(asyncio.ensure_future(sampling.keep_looking(self.options.sample_s)))
-        fault: ClientFault | None = None
-        try:
-            await run_level(self.route, concurrency, payloads, self.stop, run, self.request_ended)
-        except ClientFault as error:
-            fault = error
-        finally:
-            for task in background:
-                await end_task(task)
-        after = await sampling.look() if sampling and not run.interrupted else Snapshot()
-        record = self.finish_level(run, repeat, before, after) if run.finished else None
-        if record is None and self.stop.done():
-            self.say(f"  c={concurrency:>3}  interrupted before any of its requests had ended: no line for this level")
-        if fault is not None:
-            raise fault
-        return record
-
-    def finish_level(self, run: LevelRun, repeat: int, before: Snapshot, after: Snapshot) -> dict[str, Any]:
-        """Work out, write and print what a level has shown. No extra figure can cost it its line."""
-        requests = [
-            item.seen.record(item.index, run.started_at) for item in sorted(run.finished, key=lambda i: i.index)
-        ]
-        record = self.level_record(run, requests, repeat)
-        good = [request for request in requests if request.ok]
-        sampled = self.watch.snapshots if self.watch is not None and self.options.sample_s is not None else None
-        with self.extra("the server's figures"):
-            if sampled is not None:
-                record["server"] = server_figures(before, sampled, after)
-        with self.extra("the split of TTFT"):
-            split = split_by_timings(good)
-            record["ttft_split_s"] = split or split_by_histograms(record["ttft_s"]["mean"], before, after)
-        self.write(record, requests)
-        with self.extra("what this level shows"):
-            disagreement = cached_disagreement(record, good)
-            for line in level_lines(record) + ([f"         {disagreement}"] if disagreement else []):
-                self.say(line)
-            if self.options.per_request or sampled is not None:
-                e2e = record["e2e_s"]
-                self.say(
-                    f"         latency mean {_figure(e2e['mean'], '.3f')} s  max {_figure(e2e['max'], '.3f')} s  "
-                    f"total {record['wall_s']:.3f} s  "
-                    f"aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
-                )
-        return record
-
-    @contextlib.contextmanager
-    def extra(self, what: str) -> Iterator[None]:
-        """Work that may fail without harm, whatever a server has sent to make it fail: then a line says so."""
-        try:
-            yield
-        except Exception as error:
-            self.warn(f"{what}: left out ({type(error).__name__}: {error})")
-
-    def level_record(self, run: LevelRun, requests: Sequence[RequestRecord], repeat: int) -> dict[str, Any]:
-        """The JSON line of a level; `server` and `ttft_split_s` are filled in by whoever watched."""
-        options = self.options
-        figures = level_figures(requests, run.concurrency, options.slo_ttft_s, options.slo_tpot_s)
-        steady_rate, steady_window = (None, None) if run.interrupted else steady_state(run)
-        return {
-            "lab": LAB,
-            "schema": SCHEMA,
-            "tool_version": TOOL_VERSION,
-            "run_id": self.run_id,
-            "repeat": repeat,
-            "label": options.label,
-            "engine": options.engine,
-            "engine_version": options.engine_version,
-            "host": options.host,
-            "quant": options.quant,
-            "context_length": options.context_length,
-            "server_slots": options.server_slots,
-            "model": self.model,
-            "base_url": options.target.base_url,
-            "prompt_set": options.prompt_set,
-            "max_tokens": options.max_tokens,
-            "temperature": options.temperature,
-            "extra_body": options.extra_body or None,
-            "seed": options.seed,
-            "warmup": options.warmup,
-            "arrival": "closed-loop",
-            "slo_ttft_s": options.slo_ttft_s,
-            "slo_tpot_s": options.slo_tpot_s,
-            "recorded_at": local_time(),
-            "interrupted": run.interrupted,
-            "concurrency": run.concurrency,
-            **figures,
-            "chunk_gap_s": chunk_gaps([item.seen for item in run.finished if item.seen.failure is None]),
-            "steady_output_tokens_per_s": steady_rate,
-            "steady_window_s": steady_window,
-            "client": client_figures(run, self.floors.get(run.concurrency)),
-            "server": None,
-            "ttft_split_s": None,
-        }
-
-    def write(self, record: dict[str, Any], requests: Sequence[RequestRecord]) -> None:
-        """Append the level's line, and its requests to the raw file; print what cannot be appended."""
-        options = self.options
-        line = strict_json(record)
-        appended = self.append("--labbook", options.labbook, [line], self.records)
-        self.lines_written += appended
-        if options.json and appended:
-            self.save(line)
-        if options.raw is None:
-            return
-        shared = {"label": options.label, "run_id": self.run_id, "repeat": record["repeat"]}
-        shared["concurrency"] = record["concurrency"]
-        raw = [strict_json({**shared, **dataclasses.asdict(request)}) for request in requests]
-        self.raw_written += self.append("--raw", options.raw, raw, self.err)
-
-    # -- while it runs, and after it
-
-    def request_ended(self, item: Finished, run: LevelRun) -> None:
-        """A line per request, where wanted, through the printing thread."""
-        if not self.options.per_request:
-            return
-        seen = item.seen
-        if seen.failure is not None:
-            self.say(f"    #{item.index:>4}  {seen.failure.message}")
-            return
-        assert seen.last_token_at is not None and seen.first_token_at is not None
-        latency_s, decode_s = seen.last_token_at - seen.written_at, seen.last_token_at - seen.first_token_at
-        tokens = seen.output_tokens[0]
-        decode = f"{(tokens - 1) / decode_s:8.2f}" if decode_s > 0 else "     n/a"
-        speed = f"{tokens / latency_s:8.2f}" if latency_s > 0 else "     n/a"
-        self.say(
-            f"    #{item.index:>4}  latency {latency_s:7.3f} s  tokens {tokens:>5}  tokens/s {speed}"
-            f"  in its own slot {decode}"
-        )
-
-    async def progress(self, run: LevelRun) -> None:
-        """One updating line on stderr, only on a terminal."""
-        if self.options.quiet or sys.stderr is None or not sys.stderr.isatty():
-            return
-        seen_deltas, seen_at = 0, time.perf_counter()
-        try:
-            while True:
-                await asyncio.sleep(PROGRESS_S)
-                now, deltas, done = time.perf_counter(), run.deltas, len(run.finished)
-                rate = (deltas - seen_deltas) / (now - seen_at)
-                seen_deltas, seen_at = deltas, now
-                left = f"{(now - run.started_at) * (run.planned - done) / done:.0f} s left" if done else "..."
-                self.err.put(
-                    f"\r\033[K  c={run.concurrency} {done}/{run.planned} done  {rate:.0f} deltas/s"
-                    f"  in flight {len(run.active)}  {left}"
-                )
-        finally:
-            self.err.put("\r\033[K")
-
-    async def recovery_check(self) -> None:
-        """Wait until the server says that it is idle, then ask for one fresh short answer."""
-        assert self.watch is not None
-        options, begun = self.options, time.monotonic()
-        idle = await self.watch.is_idle()
-        tells = self.watch.has_slots or self.watch.has_metrics  # one look may fail without the server being silent
-        silent = 0 if tells else SILENT_LOOKS
-        while not idle and silent < SILENT_LOOKS and time.monotonic() - begun < IDLE_LIMIT_S:
-            await asyncio.sleep(0.25)
-            idle = await self.watch.is_idle()
-            silent = silent + 1 if idle is None else 0
-        seen = Observation(most_deltas(8))
-        await send_chat(self.route, chat_payload(options, self.model, _user(f"{fresh_tag()} {WARMUP_TEXT}"), 8), seen)
-        answered = seen.failure is None
-        after_s = round(time.monotonic() - begun, 3)
-        identity = {
-            "lab": LAB,
-            "schema": SCHEMA,
-            "label": options.label,
-            "run_id": self.run_id,
-            "engine": options.engine,
-        }
-        line = strict_json(
-            {
-                **identity,
-                "record": "recovery",
-                "model": self.model,
-                "recorded_at": local_time(),
-                "idle": idle,
-                "answered": answered,
-                "after_s": after_s,
-            }
-        )
-        self.lines_written += self.append("--labbook", options.labbook, [line], self.records)
-        state = {True: "idle", False: "still busy", None: "silent about its load"}[idle]
-        self.say(
-            f"recovery: server {state}, fresh request {'answered' if answered else 'failed'}, after {after_s:.1f} s"
-        )
-        if not answered or idle is False:
-            self.fault(f"recovery: {seen.failure.message if seen.failure else 'the server did not become idle'}")
-
-    def closing_lines(self) -> None:
-        options = self.options
-        self.say(f"{self.lines_written} line(s) appended to {options.labbook}")
-        if options.raw is not None:
-            self.say(f"{self.raw_written} request(s) appended to {options.raw}")
+            with open(self.path, "rb") as file:
+                last = self.lines[-1].encode() + b"\n"
+                file.seek(self._end - len(last))
+                if file.read(len(last)) == last:
+                    return []
+                file.seek(0)
+                kept = {line.strip() for line in file.read().split(b"\n")}
+        except OSError:
+            kept = set()
+        missing = [line for line in self.lines if line.encode() not in kept]
+        self.lines = [line for line in self.lines if line not in missing]
+        return missing
 
 
-def local_time() -> str:
-    """This moment in local time with its offset, ISO 8601."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+# ---------------------------------------------------------------- options
+# In: argv. Out: frozen Options, the only form in which anything above or below knows them.
 
-
-NULL_SERVER = "--null-server"  # not an option: how --calibrate starts its second process
-
-
-class _NullServer(asyncio.Protocol):
-    """Answers a chat request at once: a write of its own for every token, as servers send them, one a loop turn."""
-
-    def __init__(self) -> None:
-        self._received = b""
-        self._pieces: Iterator[bytes] = iter(())
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, blank, body = self._received.partition(b"\r\n\r\n")
-        length = re.search(rb"\ncontent-length: *(\d+)", head, re.IGNORECASE)
-        if blank and length and len(body) >= int(length.group(1)) and self._transport is not None:
-            self._pieces = null_answer(json.loads(body)["max_tokens"])
-            self._write_next()
-
-    def _write_next(self) -> None:
-        piece = next(self._pieces, None)
-        if self._transport is None or self._transport.is_closing():
-            return
-        if piece is None:
-            self._transport.close()
-        else:
-            self._transport.write(piece)
-            asyncio.get_running_loop().call_soon(self._write_next)
-
-
-def null_answer(tokens: int) -> Iterator[bytes]:
-    """A chunked stream of `tokens` one-token deltas in llama-server's shape, a piece for each write."""
-
-    def chunk(**fields: Any) -> bytes:
-        frame = {"choices": [], "created": 1, "id": "chatcmpl-null", "model": "null", "object": "chat.completion.chunk"}
-        data = b"data: " + json.dumps({**frame, **fields}, separators=(",", ":")).encode() + b"\n\n"
-        return b"%x\r\n%b\r\n" % (len(data), data)
-
-    delta = chunk(choices=[{"finish_reason": None, "index": 0, "delta": {"content": " the"}}])
-    last = chunk(choices=[{"finish_reason": "length", "index": 0, "delta": {}}])
-    usage = chunk(usage={"completion_tokens": tokens, "prompt_tokens": 1})
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    yield head
-    for _ in range(tokens):
-        yield delta
-    yield last + usage + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-
-
-async def null_server() -> None:
-    """Serve on a free port of the loopback, printed on stdout, until stdin is closed."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(_NullServer, "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line."""
-
-    def error(self, message: str) -> Any:
-        raise UsageError(f"{message} (see --help)")
+MAX_SETTING = 10**15  # of an option; the analyser takes larger figures for damage
+MAX_NAME_CHARS = 1000  # of a model
+MAX_DIGITS = 300  # of a whole number, for the analyser
+SECRET_NAME = re.compile("auth|cookie|credential|key|passw|secret|session|signature|token", re.IGNORECASE)
+SECRET_CHARS = 8  # the value of any header of this length may be one
 
 
 def _number(kind: Callable[[str], Any], what: str, least: float, above: bool = False) -> Callable[[str], Any]:
@@ -3238,127 +2634,134 @@ def parse_extra_body(text: str) -> dict[str, Any]:
     return body
 
 
+def _option(spec: str, default: Any, what: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
+    """One option: "--name VALUE" (without VALUE a flag), its default, its line in --help, what reads its value."""
+    flag, _, value = spec.partition(" ")
+    if not value:
+        return dataclasses.field(default=False, metadata={"flag": flag, "action": "store_true", "help": what, **more})
+    shown = what if default in (None, ()) else f"{what} (default: %(default)s)"
+    reading = {"flag": flag, "metavar": value, "type": type, "help": shown, **more}
+    return dataclasses.field(default=default, metadata=reading)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line, checked. A field made by `_option` is an option, in the group whose name stands last before
+    it; those above them follow from several options."""
+
+    target: Target
+    headers: tuple[tuple[str, str], ...]
+    secrets: Secrets
+    prompts: tuple[Messages, ...] | None
+
+    base_url: str = _option(
+        "--base-url URL", "http://127.0.0.1:8000/v1", "with or without /v1", group="the server and what it is sent"
+    )
+    model: str | None = _option("--model NAME", None, "model name to send (default: the single one of /v1/models)")
+    max_tokens: int = _option("--max-tokens N", 128, "output limit of a request", _count)
+    temperature: float = _option("--temperature T", 0.0, "for sampling", _number(float, "a number of at least 0", 0))
+    extra_body: Mapping[str, Any] | None = _option(
+        "--extra-body JSON", None, "object merged into every request", parse_extra_body
+    )
+    no_thinking: bool = _option("--no-thinking", False, "ask the chat template for an answer without reasoning")
+    header: Sequence[tuple[str, str]] | None = _option(
+        "--header 'NAME: VALUE'",
+        None,
+        "further request header; its value is blanked out of all output where the name looks like a secret's "
+        f"(auth, key, token ...) or the value has at least {SECRET_CHARS} characters",
+        parse_header,
+        action="append",
+    )
+    api_key_env: str = _option("--api-key-env NAME", "LOADTEST_API_KEY", "variable that holds the key")
+    timeout_s: float = _option("--timeout S", 300.0, "seconds without a token", _seconds)
+
+    concurrency: tuple[int, ...] = _option(
+        "--concurrency LEVELS", "1,5,10,20", "requests in flight", parse_levels, group="the load"
+    )
+    requests: int = _option("--requests N", 40, "requests a level, at least", _count)
+    min_rounds: int = _option("--min-rounds N", 0, "at least N x concurrency requests a level", _count_or_0)
+    prompt_set: str = _option("--prompt-set SET", None, "built-in prompts (default: mixed)", choices=PROMPT_SETS)
+    prompts_file: str | None = _option(
+        "--prompts FILE", None, 'own prompts: one a line, or JSON lines with "prompt" or "messages"'
+    )
+    seed: int | None = _option(
+        "--seed N",
+        None,
+        "make the random tags repeatable (default: new ones every run)",
+        _number(int, "a whole number", -MAX_SETTING),
+    )
+    warmup: int = _option("--warmup N", 1, "requests sent and discarded first", _count_or_0)
+    repeat: int = _option("--repeat N", 1, "run the ladder N times, interleaved", _count)
+
+    label: str = _option(
+        "--label NAME", "run", "name of the sweep, one word", parse_label, group="what the record says of the server"
+    )
+    engine: str = _option("--engine NAME", "unknown", "llama.cpp, vllm, mlx-lm ...")
+    engine_version: str = _option("--engine-version TEXT", "unknown", "its version")
+    host: str = _option("--host-desc TEXT", "unknown", "the machine")
+    quant: str = _option("--quant TEXT", "unknown", "weights and cache format")
+    context_length: int | None = _option("--context-length N", 0, "tokens per sequence; 0: unknown", _count_or_0)
+    server_slots: int | None = _option("--server-slots N", 0, "sequences at a time; 0: unknown", _count_or_0)
+    slo_ttft_s: float = _option("--slo-ttft S", 2.0, "SLO for TTFT", _seconds)
+    slo_tpot_s: float = _option("--slo-tpot S", 0.1, "SLO for TPOT", _seconds)
+
+    labbook: str = _option("--labbook FILE", "labbook.md", "notebook to append to", group="output")
+    raw: str | None = _option("--raw FILE", None, "append one JSON line per request")
+    json: bool = _option("--json", False, "only level records on stdout, other text on stderr")
+    per_request: bool = _option("--per-request", False, "a line per request as it ends: latency, tokens, tokens/s")
+    quiet: bool = _option("--quiet", False, "print nothing but errors and warnings")
+
+    wait_ready_s: float | None = _option(
+        "--wait-ready S",
+        None,
+        "first wait up to S seconds for a real completion",
+        _seconds,
+        group="before, during and after the load",
+    )
+    probe: bool = _option("--probe", False, "send one request, show what came, measure nothing")
+    calibrate: bool = _option("--calibrate", False, "first measure this client against a server that costs nothing")
+    sample_s: float | None = _option("--sample S", None, "read /slots and /metrics every S seconds", _seconds)
+    stop_at_slo: bool = _option("--stop-at-slo", False, "no higher level once a level's p90s leave the SLO")
+    recovery_check: bool = _option(
+        "--recovery-check", False, "at the end: is the server idle, does it answer a fresh request?"
+    )
+
+    def requests_at(self, concurrency: int) -> int:
+        """How many requests a level has."""
+        return max(self.requests, self.min_rounds * concurrency)
+
+    def inside(self, record: dict[str, Any]) -> bool:
+        """Whether both p90s of a level are within the SLO; without a TPOT (single tokens) there is none to fail."""
+        ttft_s, tpot_s = record["ttft_s"]["p90"], record["tpot_s"]["p90"]
+        return ttft_s is not None and ttft_s <= self.slo_ttft_s and (tpot_s or 0.0) <= self.slo_tpot_s
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line."""
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{message} (see --help)")
+
+
 def build_parser() -> _Parser:
+    """The parser of the options in `Options`."""
     epilog = (__doc__ or "").partition("Examples:")
     parser = _Parser(
         prog="load_test.py",
         description=epilog[0],
-        epilog="Examples:" + epilog[2],
+        epilog="".join(epilog[1:]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_request_options(parser.add_argument_group("the server and what it is sent"))
-    _add_load_options(parser.add_argument_group("the load"))
-    _add_record_options(parser.add_argument_group("what the record says of the server"))
-    _add_output_options(parser.add_argument_group("output"))
-    _add_check_options(parser.add_argument_group("before, during and after the load"))
+    group: Any = parser
+    for field in dataclasses.fields(Options):
+        if field.metadata:
+            settings = dict(field.metadata)
+            if "group" in settings:
+                group = parser.add_argument_group(settings.pop("group"))
+            group.add_argument(settings.pop("flag"), dest=field.name, default=field.default, **settings)
     parser.add_argument("--version", action="version", version=f"load_test.py {TOOL_VERSION}")
     return parser
-
-
-def _add_request_options(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--base-url",
-        default="http://127.0.0.1:8000/v1",
-        metavar="URL",
-        help="server, with or without /v1 (default: %(default)s)",
-    )
-    add("--model", help="model name to send (default: the single one that /v1/models lists)")
-    add("--max-tokens", type=_count, default=128, metavar="N", help="output limit of a request (default: %(default)s)")
-    temperature = _number(float, "a number of at least 0", 0)
-    add("--temperature", type=temperature, default=0.0, metavar="T", help="sampling temperature (default: %(default)s)")
-    add("--extra-body", type=parse_extra_body, default={}, metavar="JSON", help="object merged into every request")
-    add("--no-thinking", action="store_true", help="ask the chat template for an answer without reasoning")
-    add(
-        "--header",
-        type=parse_header,
-        action="append",
-        default=[],
-        metavar="'NAME: VALUE'",
-        help="further request header; its value is blanked out of all output where the name looks like a "
-        f"secret's (auth, key, token ...) or the value has at least {SECRET_CHARS} characters",
-    )
-    add(
-        "--api-key-env",
-        default="LOADTEST_API_KEY",
-        metavar="NAME",
-        help="variable that holds the key (default: %(default)s)",
-    )
-    add("--timeout", type=_seconds, default=300.0, metavar="S", help="seconds without a token (default: %(default)g)")
-
-
-def _add_load_options(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--concurrency",
-        type=parse_levels,
-        default="1,5,10,20",
-        metavar="LEVELS",
-        help="requests in flight (default: %(default)s)",
-    )
-    add("--requests", type=_count, default=40, metavar="N", help="requests a level, at least (default: %(default)s)")
-    add(
-        "--min-rounds",
-        type=_count_or_0,
-        default=0,
-        metavar="N",
-        help="at least N x concurrency requests (default: %(default)s)",
-    )
-    add("--prompt-set", choices=PROMPT_SETS, help="built-in prompts (default: mixed)")
-    add("--prompts", metavar="FILE", help='own prompts: one a line, or JSON lines with "prompt" or "messages"')
-    add(
-        "--seed",
-        type=_number(int, "a whole number", -MAX_SETTING),
-        metavar="N",
-        help="make the random tags repeatable (default: new ones every run)",
-    )
-    add(
-        "--warmup",
-        type=_count_or_0,
-        default=1,
-        metavar="N",
-        help="requests sent and discarded first (default: %(default)s)",
-    )
-    add(
-        "--repeat",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="run the ladder N times, interleaved (default: %(default)s)",
-    )
-
-
-def _add_record_options(group: Any) -> None:
-    add = group.add_argument
-    add("--label", type=parse_label, default="run", help="name of the sweep, one word (default: %(default)s)")
-    add("--engine", default="unknown", help="llama.cpp, vllm, mlx-lm ... (default: %(default)s)")
-    add("--engine-version", default="unknown", metavar="TEXT", help="(default: %(default)s)")
-    add("--host-desc", default="unknown", metavar="TEXT", help="the machine (default: %(default)s)")
-    add("--quant", default="unknown", metavar="TEXT", help="weights and cache format (default: %(default)s)")
-    add("--context-length", type=_count_or_0, default=0, metavar="N", help="tokens per sequence (default: 0, unknown)")
-    add("--server-slots", type=_count_or_0, default=0, metavar="N", help="sequences at a time (default: 0, unknown)")
-    add("--slo-ttft", type=_seconds, default=2.0, metavar="S", help="objective for TTFT (default: %(default)s)")
-    add("--slo-tpot", type=_seconds, default=0.1, metavar="S", help="objective for TPOT (default: %(default)s)")
-
-
-def _add_output_options(group: Any) -> None:
-    add = group.add_argument
-    add("--labbook", default="labbook.md", metavar="FILE", help="notebook to append to (default: %(default)s)")
-    add("--raw", metavar="FILE", help="append one JSON line per request")
-    add("--json", action="store_true", help="only level records on stdout, other text on stderr")
-    add("--per-request", action="store_true", help="a line per request as it ends: latency, tokens, tokens/s")
-    add("--quiet", action="store_true", help="print nothing but errors and warnings")
-
-
-def _add_check_options(group: Any) -> None:
-    add = group.add_argument
-    add("--wait-ready", type=_seconds, metavar="S", help="first wait up to S seconds for a real completion")
-    add("--probe", action="store_true", help="send one request, show what came, measure nothing")
-    add("--calibrate", action="store_true", help="first measure this client against a server that costs nothing")
-    add("--sample", type=_seconds, metavar="S", help="read /slots and /metrics every S seconds")
-    add("--stop-at-slo", action="store_true", help="no higher level once a level's p90s leave the objective")
-    add("--recovery-check", action="store_true", help="at the end: is the server idle, does it answer a fresh request?")
 
 
 def read_key(name: str) -> str | None:
@@ -3371,18 +2774,19 @@ def read_key(name: str) -> str | None:
     return key
 
 
-def all_headers(target: Target, args: argparse.Namespace) -> tuple[tuple[tuple[str, str], ...], Secrets]:
+def all_headers(
+    target: Target, base_url: str, given: Sequence[tuple[str, str]], key: str | None
+) -> tuple[tuple[tuple[str, str], ...], Secrets]:
     """Request headers and what of them must never be shown. A given Authorization header
     wins over credentials in the URL, and those over the key."""
-    headers: list[tuple[str, str]] = list(args.header)
-    key = read_key(args.api_key_env)
+    headers = list(given)
     hidden = [
         part
         for name, value in headers
         for part in (value, value.partition(" ")[2])
         if SECRET_NAME.search(name) or len(part) >= SECRET_CHARS
     ]
-    url = urllib.parse.urlsplit(args.base_url)
+    url = urllib.parse.urlsplit(base_url)
     hidden += [key or "", url.password or "", urllib.parse.unquote(url.password or "")]
     hidden += [name for name in (url.username or "", urllib.parse.unquote(url.username or "")) if len(name) >= 4]
     if target.credentials:
@@ -3395,9 +2799,8 @@ def all_headers(target: Target, args: argparse.Namespace) -> tuple[tuple[tuple[s
     return tuple(headers), Secrets(hidden)
 
 
-def read_prompts(path: str | None) -> tuple[Messages, ...] | None:
-    if path is None:
-        return None
+def read_prompts(path: str) -> tuple[Messages, ...]:
+    """The prompts of a regular file. Raises UsageError."""
     try:
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe may never end, and is empty when read again
             raise UsageError(f"--prompts {path}: is not a regular file; write the prompts to a file first")
@@ -3421,82 +2824,734 @@ def same_file(first: str, second: str) -> bool:
 def parse_options(argv: Sequence[str] | None) -> Options:
     """The checked options. Raises UsageError; SystemExit(0) after --help and --version."""
     args = build_parser().parse_args(argv)
-    if args.prompts is not None and args.prompt_set is not None:
+    if args.prompts_file is not None and args.prompt_set is not None:
         raise UsageError("--prompts and --prompt-set exclude each other; keep one")
     if args.raw is not None and same_file(args.raw, args.labbook):
         raise UsageError(f"--raw {args.raw}: is the notebook itself; name another file")
     target = parse_base_url(args.base_url)
-    headers, hidden = all_headers(target, args)
-    extra = dict(args.extra_body)
+    headers, hidden = all_headers(target, args.base_url, args.header or (), read_key(args.api_key_env))
+    own = args.prompts_file
+    prompts = None if own is None else read_prompts(own)
+    args.prompt_set = args.prompt_set or ("mixed" if own is None else f"file:{os.path.basename(own)}")
+    args.context_length, args.server_slots = args.context_length or None, args.server_slots or None
     if args.no_thinking:
+        extra = args.extra_body or {}
         template = extra.get("chat_template_kwargs")
-        extra["chat_template_kwargs"] = {**(template if isinstance(template, dict) else {}), "enable_thinking": False}
-    return Options(
-        target=target,
-        model=args.model,
-        concurrency=args.concurrency,
-        requests=args.requests,
-        min_rounds=args.min_rounds,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        timeout_s=args.timeout,
-        prompt_set=args.prompt_set or ("mixed" if args.prompts is None else f"file:{os.path.basename(args.prompts)}"),
-        prompts=read_prompts(args.prompts),
-        seed=args.seed,
-        warmup=args.warmup,
-        slo_ttft_s=args.slo_ttft,
-        slo_tpot_s=args.slo_tpot,
-        label=args.label,
-        engine=args.engine,
-        engine_version=args.engine_version,
-        host=args.host_desc,
-        quant=args.quant,
-        context_length=args.context_length or None,
-        server_slots=args.server_slots or None,
-        labbook=args.labbook,
-        raw=args.raw,
-        json=args.json,
-        quiet=args.quiet,
-        extra_body=extra,
-        headers=headers,
-        secrets=hidden,
-        sample_s=args.sample,
-        wait_ready_s=args.wait_ready,
-        probe=args.probe,
-        stop_at_slo=args.stop_at_slo,
-        recovery_check=args.recovery_check,
-        repeat=args.repeat,
-        calibrate=args.calibrate,
-        per_request=args.per_request,
-    )
+        template = template if isinstance(template, dict) else {}
+        args.extra_body = {**extra, "chat_template_kwargs": {**template, "enable_thinking": False}}
+    return Options(target=target, headers=headers, secrets=hidden, prompts=prompts, **vars(args))
 
 
-def check_descriptors(highest: int) -> None:
-    """Make room for one connection per request in flight. Raises UsageError where there is none."""
+# ---------------------------------------------------------------- printing
+
+
+class Console:
+    """All that is printed, written by a thread of its own, so that a slow terminal or pipe is never inside a
+    request's path. A closed pipe silences its stream; the measurement goes on."""
+
+    def __init__(self, json_alone: bool, quiet: bool) -> None:
+        self._human = sys.stderr if json_alone else sys.stdout
+        self._quiet = quiet
+        self._broken: set[int] = set()
+        self._queue: queue.SimpleQueue[tuple[IO[str] | None, str, threading.Event | None]] = queue.SimpleQueue()
+        self.exit_code = EXIT_OK
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def say(self, text: str) -> None:
+        """A line for whoever follows the run."""
+        if not self._quiet:
+            self._queue.put((self._human, terminal_safe(text) + "\n", None))
+
+    def warn(self, text: str) -> None:
+        self._queue.put((sys.stderr, f"load_test.py: {terminal_safe(text)}\n", None))
+
+    def fault(self, text: str) -> None:
+        """A warning after which the program ends with exit 1."""
+        self.warn(text)
+        self.exit_code = EXIT_FAULT
+
+    def progress(self, text: str) -> None:
+        """Replace the last line of stderr, a terminal."""
+        self._queue.put((sys.stderr, f"\r\033[K{text}", None))
+
+    def data(self, stream: IO[str] | None, lines: Iterable[str]) -> bool:
+        """Records on a stream, written when this returns; False where it takes none."""
+        self._queue.put((stream, "".join(f"{line}\n" for line in lines), None))
+        self.drain()
+        return id(stream) not in self._broken
+
+    def keep(self, lines: Iterable[str], streams: Sequence[str]) -> str:
+        """Records that no file takes, on the first of these streams that does: which, as a clause for a message."""
+        for name in streams:
+            if self.data(getattr(sys, name), lines):
+                return f"printed on {name} instead"
+        return f"lost: {' and '.join(streams)} cannot be written either"
+
+    def drain(self) -> None:
+        """Wait until everything put so far is written."""
+        written = threading.Event()
+        self._queue.put((None, "", written))
+        written.wait()
+
+    def _work(self) -> None:
+        while True:
+            stream, text, written = self._queue.get()
+            if written is not None:
+                written.set()
+                continue
+            try:
+                if stream is None:  # as after >&-
+                    raise OSError
+                try:
+                    stream.write(text)
+                except UnicodeEncodeError:  # a terminal that knows fewer characters
+                    stream.write(text.encode("ascii", "backslashreplace").decode())
+                stream.flush()
+            except (OSError, ValueError):
+                self._broken.add(id(stream))
+
+
+# ---------------------------------------------------------------- before and after the load
+# In: options. Out: a Service that can be measured, or a reason why not; afterwards, whether it still answers.
+
+WAITING_STATUSES = (408, 425, 429, 502, 503, 504)  # of a server that may answer later
+RETRY_S = 0.2  # between two looks at a server that is not ready or not idle
+IDLE_LIMIT_S = 60.0  # how long --recovery-check waits for the server to say that it is idle
+SILENT_LOOKS = 4  # looks in a row without any load told, after which the server counts as silent
+SHORT_TOKENS = 8  # of a request whose answer nobody measures
+
+
+@dataclasses.dataclass
+class Service:
+    """The server of this run: the address that answered, and its model's names."""
+
+    options: Options
+    route: Route
+    model: str
+    aliases: set[str] = dataclasses.field(default_factory=set)  # what responses before the load called it
+
+    def payload(self, messages: Messages, max_tokens: int | None = None) -> bytes:
+        """One whole chat request."""
+        options = self.options
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": max_tokens or options.max_tokens,
+            "temperature": options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **(options.extra_body or {}),
+        }
+        target = self.route.target
+        return request_bytes(target, "POST", target.chat_path, self.route.headers, json.dumps(body).encode("utf-8"))
+
+    async def ask(self, messages: Messages, max_tokens: int) -> Observation:
+        """One request outside of a level, and what came."""
+        seen = Observation(most_deltas(max_tokens))
+        await send_chat(self.route, self.payload(messages, max_tokens), seen)
+        if seen.model is not None:
+            self.aliases.add(seen.model)
+        return seen
+
+    async def say_hello(self, max_tokens: int = SHORT_TOKENS) -> Observation:
+        """A short request that shares no text with the prompt sets."""
+        return await self.ask(_user(f"{fresh_tag()} {WARMUP_TEXT}"), max_tokens)
+
+
+async def only_model(route: Route) -> str:
+    """The single model that /v1/models lists. Raises UsageError where there is a choice to make."""
+    try:
+        doc = await fetch_json(route, f"{route.target.prefix}/v1/models")
+    except ControlError as error:
+        final = error.status is not None and error.status not in WAITING_STATUSES
+        raise (NeverReady if final else ServerFault)(
+            f"--model was not given and the server's list of models cannot be read: {error}"
+        ) from None
+    entries = doc.get("data") if isinstance(doc, dict) else None
+    listing = entries if isinstance(entries, list) else []
+    names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    if len(names) != 1:
+        listed = printable(route.secrets.hide(", ".join(names)) if names else "none", MAX_NAME_CHARS)
+        raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
+    if len(names[0]) > MAX_NAME_CHARS:
+        raise ServerFault(f"the server's one model has a name of {len(names[0])} characters; give it by --model")
+    return str(names[0])
+
+
+async def find_service(options: Options) -> Service:
+    """The server at its address. Raises ServerFault, or UsageError where --model must be given."""
+    route = await find_route(options.target, options.headers, options.timeout_s, options.secrets)
+    return Service(options, route, options.model or await only_model(route))
+
+
+async def wait_ready(options: Options, limit_s: float) -> Service:
+    """The server once a tiny completion has succeeded. Loading and refusals are waiting, another error is not.
+    Raises ServerFault."""
+    give_up_at = time.monotonic() + limit_s
+    reason = "no attempt was made"
+
+    def left_s() -> float:
+        return max(0.1, give_up_at - time.monotonic())
+
+    while True:
+        try:
+            service = await asyncio.wait_for(find_service(options), left_s())
+            seen = await asyncio.wait_for(service.say_hello(2), left_s())
+            if seen.failure is None:
+                return service
+            reason = seen.failure.message
+            if seen.failure.error_class == "no_tokens" and seen.finish is not None:
+                return service  # its first tokens carry no text, as those of a tool call or of hidden thoughts
+            status = seen.http.head.status if seen.http.head else None
+            if seen.failure.error_class == "http" and status not in WAITING_STATUSES:
+                raise NeverReady(f"--wait-ready: {reason} from {options.target.base_url}: waiting will not mend that")
+        except NeverReady:
+            raise
+        except ServerFault as error:
+            reason = str(error)
+        except asyncio.TimeoutError:
+            reason = "no answer in time"
+        if time.monotonic() + RETRY_S > give_up_at:
+            raise ServerFault(f"--wait-ready: not ready after {limit_s:g} s: {reason}")
+        await asyncio.sleep(RETRY_S)
+
+
+async def context_and_slots(service: Service) -> tuple[int | None, int | None]:
+    """Context length per sequence and slots as the server tells them, where it does."""
+    context = slots = None
+    prefix = service.route.target.prefix
+    with contextlib.suppress(ControlError):
+        doc = await fetch_json(service.route, f"{prefix}/props")
+        if isinstance(doc, dict):
+            slots = count_of(doc.get("total_slots"))
+            settings = doc.get("default_generation_settings")
+            context = count_of(settings.get("n_ctx")) if isinstance(settings, dict) else None
+    with contextlib.suppress(ControlError):
+        doc = await fetch_json(service.route, f"{prefix}/v1/models")
+        entries = doc.get("data") if isinstance(doc, dict) else None
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and entry.get("id") == service.model:
+                context = context or count_of(entry.get("max_model_len"))
+    return context, slots
+
+
+async def probe(service: Service, messages: Messages, console: Console) -> None:
+    """One request by hand: show what came, and fail where a figure is missing that levels divide by.
+    Raises ServerFault."""
+    seen = await service.ask(messages, service.options.max_tokens)
+    if seen.failure is not None:
+        raise ServerFault(f"probe: {seen.failure.message}")
+    context, slots = await context_and_slots(service)
+    answer, thoughts = seen.text(), seen.text(thoughts=True)
+    alias = "" if seen.model in (None, service.model) else f" (the server calls it {seen.model})"
+    shown = {
+        "model": f"{service.model}{alias}",
+        "text": printable(answer) or "(empty)",
+        "reasoning": printable(thoughts) or None,
+        "usage": as_text(seen.usage),
+        "finish": seen.finish,
+        "context": f"{context} tokens per sequence" if context else "the server does not say",
+        "slots": slots,
+    }
+    for name, value in shown.items():
+        if value is not None:
+            console.say(f"  {name:<10}{value}")
+    usage = seen.usage or {}
+    missing = [key for key in ("prompt_tokens", "completion_tokens") if not count_of(usage.get(key))]
+    if missing:
+        raise ServerFault(
+            f"probe: the usage block lacks {' and '.join(missing)}: levels would count deltas instead of tokens"
+        )
+    if not answer and not thoughts:
+        raise ServerFault("probe: no text came, only tool calls")
+    console.say("  probe passed")
+
+
+async def warm_up(service: Service, console: Console) -> None:
+    """Short requests that share no text with the prompt sets, sent together and thrown away. Raises ServerFault where
+    every one was refused."""
+    count, together = service.options.warmup, max(service.options.concurrency)
+    seen: list[Observation] = []
+    while len(seen) < count:
+        batch = min(together, count - len(seen))
+        seen += await asyncio.gather(*(service.say_hello() for _ in range(batch)))
+    failures = [one.failure for one in seen if one.failure is not None]
+    if failures:
+        console.warn(f"{len(failures)} of {len(seen)} warm-up requests failed, the first with: {failures[0].message}")
+    if seen and all(one.failure is not None and one.failure.error_class in ("connect", "http") for one in seen):
+        raise ServerFault(
+            f"every warm-up request was refused at {service.options.target.base_url}; nothing was measured"
+        )
+
+
+async def recovery_check(service: Service, watch: ServerWatch, console: Console) -> dict[str, Any]:
+    """Wait until the server says that it is idle, then ask for one fresh short answer: the fields of its line."""
+    begun = time.monotonic()
+    idle = (await watch.look()).idle
+    silent = 0 if watch.paths else SILENT_LOOKS  # one look may fail without the server being silent
+    while not idle and silent < SILENT_LOOKS and time.monotonic() - begun < IDLE_LIMIT_S:
+        await asyncio.sleep(RETRY_S)
+        idle = (await watch.look()).idle
+        silent = silent + 1 if idle is None else 0
+    seen = await service.say_hello()
+    after_s = round(time.monotonic() - begun, 3)
+    state = {True: "idle", False: "still busy", None: "silent about its load"}[idle]
+    answered = "answered" if seen.failure is None else "failed"
+    console.say(f"recovery: server {state}, fresh request {answered}, after {after_s:.1f} s")
+    if seen.failure is not None or idle is False:
+        console.fault(f"recovery: {seen.failure.message if seen.failure else 'the server did not become idle'}")
+    return {"idle": idle, "answered": seen.failure is None, "after_s": after_s}
+
+
+# ---------------------------------------------------------------- calibrating
+# The client against a server that costs nothing, in a second process: this program, started with NULL_SERVER.
+
+NULL_SERVER = "--null-server"  # not an option
+
+
+class Floor(NamedTuple):
+    """What this client costs against a server that costs nothing, at one level."""
+
+    us_per_delta: float | None
+    ttft_s: float | None
+
+
+async def calibrate(options: Options, stop: asyncio.Future[None], console: Console) -> dict[int, Floor]:
+    """Measure this client alone: the same ladder against a null server. Raises ClientFault."""
+    floors: dict[int, Floor] = {}
+    command = [sys.executable, os.path.abspath(__file__), NULL_SERVER]
+    try:
+        # in a session of its own: a terminal's Ctrl-C is ours alone, and it ends with its stdin
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, start_new_session=True)
+    except OSError as error:
+        raise ClientFault(f"--calibrate: the second process did not start ({error.strerror})") from None
+    try:
+        assert process.stdout is not None
+        said = await from_thread(process.stdout.readline)
+        if not said.strip().isdigit():
+            raise ClientFault("--calibrate: the second process did not start; run the program from its file")
+        target = Target("http", "127.0.0.1", int(said), "", None)
+        route = Route(target, ("127.0.0.1", target.port), (), options.timeout_s, options.secrets, None)
+        payload = Service(options, route, "null").payload(_user("null"))
+        for concurrency in dict.fromkeys(options.concurrency):
+            run = LevelRun(concurrency, options.requests_at(concurrency))
+            supply = in_order([payload] * options.requests_at(concurrency))
+            await run_level(route, concurrency, supply, stop, run, lambda item: None)
+            requests = [item.seen.record(item.index, run.started_at) for item in run.finished]
+            deltas = sum(request.deltas for request in requests)
+            ttft_s = summary(_known(request.ttft_s for request in requests))["p50"]
+            floor = Floor(round(run.cpu_s * 1e6 / deltas, 3) if deltas else None, ttft_s)
+            floors[concurrency] = floor
+            console.say(
+                f"  c={concurrency:>3}  null server: client {_figure(floor.us_per_delta, '.2f')} us CPU per delta "
+                f"(connections included), TTFT p50 {_figure(floor.ttft_s, '.4f')} s"
+            )
+    finally:
+        process.kill()
+        process.communicate()
+    return floors
+
+
+def null_answer(tokens: int) -> Iterator[bytes]:
+    """A chunked stream of `tokens` one-token deltas in llama-server's shape, a piece for each write."""
+
+    def chunk(**fields: Any) -> bytes:
+        frame = {"choices": [], "created": 1, "id": "chatcmpl-null", "model": "null", "object": "chat.completion.chunk"}
+        data = b"data: " + json.dumps({**frame, **fields}, separators=(",", ":")).encode() + b"\n\n"
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    yield b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    delta = chunk(choices=[{"finish_reason": None, "index": 0, "delta": {"content": " the"}}])
+    for _ in range(tokens):
+        yield delta
+    last = chunk(choices=[{"finish_reason": "length", "index": 0, "delta": {}}])
+    usage = chunk(usage={"completion_tokens": tokens, "prompt_tokens": 1})
+    yield last + usage + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+async def null_server() -> None:
+    """Answer chat requests at once, a write for every token as servers send them, on a free port of the loopback,
+    printed on stdout, until stdin is closed."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"\ncontent-length: *(\d+)", head, re.IGNORECASE)
+            body = await reader.readexactly(int(length.group(1)) if length else 0)
+            for piece in null_answer(json.loads(body)["max_tokens"]):
+                writer.write(piece)
+                await asyncio.sleep(0)  # the others' turn
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+# ---------------------------------------------------------------- the load
+# In: a Service. Out: a line in the notebook for every level, before the next one starts.
+
+PROGRESS_S = 0.5
+RECORDED = (
+    *("label", "engine", "engine_version", "host", "quant", "context_length", "server_slots", "prompt_set"),
+    *("max_tokens", "temperature", "seed", "warmup", "slo_ttft_s", "slo_tpot_s"),
+)
+
+
+def local_time() -> str:
+    """This moment in local time with its offset, ISO 8601."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def prompts_of(options: Options) -> Callable[[int], Messages]:
+    """The messages of request number `index`, counted through the level."""
+    given = options.prompts
+    if given is not None:
+        return lambda index: given[index % len(given)]
+    return built_in_prompts(options.prompt_set, random_tags(options.seed))
+
+
+class Files:
+    """Where this run's records go: the notebook, the raw file, and, where those take none, a stream."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console = options, console
+        self.run_id = f"{datetime.datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+        self.notebook = Notebook(options.labbook)
+        self.raw_written = 0
+        self.whole_levels = 0
+
+    def identity(self) -> dict[str, Any]:
+        """Fields of every line that goes into the notebook."""
+        return {
+            "lab": LAB,
+            "schema": SCHEMA,
+            "tool_version": TOOL_VERSION,
+            "run_id": self.run_id,
+            "recorded_at": local_time(),
+        }
+
+    def write_level(self, record: dict[str, Any], requests: Sequence[RequestRecord]) -> None:
+        """Append a level's line, and its requests to the raw file."""
+        self._write_line(record)
+        self.whole_levels += not record["interrupted"]
+        raw = self.options.raw
+        if raw is None:
+            return
+        shared = {key: record[key] for key in ("label", "run_id", "repeat", "concurrency")}
+        lines = [strict_json({**shared, **dataclasses.asdict(request)}) for request in requests]
+        try:
+            append_lines(raw, lines)
+            self.raw_written += len(lines)
+        except OSError as error:
+            kept = self.console.keep(lines, ["stderr"])
+            self.console.fault(f"--raw {raw}: {error.strerror}; {len(lines)} request(s) {kept}")
+
+    def write_recovery(self, found: dict[str, Any]) -> None:
+        """Append the line of a recovery check."""
+        named = {name: getattr(self.options, name) for name in ("label", "engine")}
+        self._write_line({**self.identity(), **named, "record": "recovery", **found})
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        line = strict_json(record)
+        self.tell_missing()
+        try:
+            self.notebook.append(line)
+        except OSError as error:
+            kept = self.console.keep([line], ["stdout", "stderr"])
+            self.console.fault(f"--labbook {self.notebook.path}: {error.strerror}; its line is {kept}")
+            return
+        if self.options.json and "concurrency" in record:
+            self.console.data(sys.stdout, [line])
+
+    def tell_missing(self) -> None:
+        """Print lines of ours that somebody has taken out of the notebook since they were written."""
+        missing = self.notebook.take_missing()
+        if missing:
+            kept = self.console.keep(missing, ["stdout", "stderr"])
+            self.console.fault(
+                f"--labbook {self.notebook.path}: removed, replaced or shortened during the run; "
+                f"{len(missing)} line(s) written to it before are gone, {kept}"
+            )
+
+    def kept(self) -> str:
+        """Which levels an interrupted run leaves behind."""
+        whole, lines = self.whole_levels, len(self.notebook.lines)
+        if not lines:
+            return f"nothing is in {self.notebook.path}"
+        part = "" if lines == whole else ", and a part of the one under way"
+        return f"{whole} finished level(s){part} in {self.notebook.path}"
+
+    def close(self) -> None:
+        """How many lines went where."""
+        self.tell_missing()
+        self.console.say(f"{len(self.notebook.lines)} line(s) appended to {self.notebook.path}")
+        if self.options.raw is not None:
+            self.console.say(f"{self.raw_written} request(s) appended to {self.options.raw}")
+
+
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel a task until it has ended: before Python 3.12 asyncio.wait_for may swallow one cancellation
+    (https://github.com/python/cpython/issues/86296)."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+    if not task.cancelled():
+        task.exception()
+
+
+class Load:
+    """The levels of one run: each is run, measured, written and printed before the next."""
+
+    def __init__(self, service: Service, console: Console, stop: asyncio.Future[None], files: Files) -> None:
+        self.options = service.options
+        self.service, self.console, self.stop, self.files = service, console, stop, files
+        self.prompt_of = prompts_of(self.options)
+        self.watch: ServerWatch | None = None  # where --sample asks for it
+        self.floors: dict[int, Floor] = {}
+
+    async def ladder(self) -> None:
+        """Every level, `repeat` times over. Raises ServerFault where one completes no request, ClientFault."""
+        for repeat in range(self.options.repeat):
+            missed_at = math.inf
+            for concurrency in self.options.concurrency:
+                if concurrency > missed_at:
+                    continue
+                record = await self.level(concurrency, repeat)
+                if self.stop.done():
+                    return
+                if record is None or not record["completed"]:
+                    raise ServerFault(f"level c={concurrency} completed no request; the ladder ends with it")
+                if self.options.stop_at_slo and not self.options.inside(record):
+                    self.console.say(f"stopped at c={concurrency}: TTFT p90 or TPOT p90 is outside the SLO")
+                    missed_at = min(missed_at, concurrency)
+
+    async def level(self, concurrency: int, repeat: int) -> dict[str, Any] | None:
+        """Run, measure, write and print one level; None where not even one request ended.
+
+        Raises ClientFault, after it has written what had ended until then as an interrupted level.
+        """
+        planned, most = self.options.requests_at(concurrency), most_deltas(self.options.max_tokens)
+        payloads = [self.service.payload(self.prompt_of(index)) for index in range(planned)]
+        run = LevelRun(concurrency, planned)
+        before = await self.watch.look() if self.watch else Snapshot()
+        background = [asyncio.ensure_future(self.progress(run))]
+        if self.watch is not None and self.options.sample_s is not None:
+            self.watch.snapshots = []
+            background.append(asyncio.ensure_future(self.watch.keep_looking(self.options.sample_s)))
+        try:
+            await run_level(
+                self.service.route, concurrency, in_order(payloads, most), self.stop, run, self.request_ended
+            )
+        finally:
+            for task in background:
+                await end_task(task)
+            after = await self.watch.look() if self.watch and not run.interrupted else Snapshot()
+            record = self.finish_level(run, repeat, before, after) if run.finished else None
+        if record is None:
+            self.console.say(
+                f"  c={concurrency:>3}  interrupted before any of its requests had ended: no line for this level"
+            )
+        return record
+
+    def finish_level(self, run: LevelRun, repeat: int, before: Snapshot, after: Snapshot) -> dict[str, Any]:
+        """Work out, write and print what a level has shown. No extra figure can cost it its line."""
+        options, finished = self.options, sorted(run.finished, key=lambda item: item.index)
+        requests = [item.seen.record(item.index, run.started_at) for item in finished]
+        good = [request for request in requests if request.ok]
+        record: dict[str, Any] = {
+            **self.files.identity(),
+            **{name: getattr(options, name) for name in RECORDED},
+            "repeat": repeat,
+            "model": self.service.model,
+            "base_url": options.target.base_url,
+            "extra_body": options.extra_body,
+            "arrival": "closed-loop",
+            "concurrency": run.concurrency,
+            **level_figures(requests, run.concurrency, options.slo_ttft_s, options.slo_tpot_s),
+            **run_figures(run),
+            "server": None,
+            "ttft_split_s": None,
+            "prefill_tokens_per_s": None,
+        }
+        if run.concurrency in self.floors:
+            floor = self.floors[run.concurrency]
+            record["client"].update(floor_us_per_delta=floor.us_per_delta, floor_ttft_s=floor.ttft_s)
+        with self.extra("the server's figures"):
+            if self.watch is not None:
+                record["server"] = server_figures(before, self.watch.snapshots, after)
+        with self.extra("the split of TTFT"):
+            split = split_by_timings(good)
+            record["ttft_split_s"] = split or split_by_histograms(record["ttft_s"]["mean"], before, after)
+            record["prefill_tokens_per_s"] = prefill_rate(good, before, after)
+        self.files.write_level(record, requests)
+        with self.extra("what this level shows"):
+            for line in level_lines(record, self.service.aliases, options.per_request):
+                self.console.say(line)
+        return record
+
+    @contextlib.contextmanager
+    def extra(self, what: str) -> Iterator[None]:
+        """Work that may fail without harm, whatever a server has sent to make it fail: then a line says so."""
+        try:
+            yield
+        except Exception as error:
+            self.console.warn(f"{what}: left out ({type(error).__name__}: {error})")
+
+    def request_ended(self, item: Finished) -> None:
+        """A line per request, where wanted."""
+        if not self.options.per_request:
+            return
+        seen = item.seen
+        if seen.failure is not None or seen.last_token_at is None or seen.first_token_at is None:
+            self.console.say(f"    #{item.index:>4}  {seen.failure.message if seen.failure else 'no text'}")
+            return
+        latency_s, decode_s = seen.last_token_at - seen.written_at, seen.last_token_at - seen.first_token_at
+        tokens = seen.output_tokens[0]
+        decode = f"{(tokens - 1) / decode_s:8.2f}" if decode_s > 0 else "     n/a"
+        speed = f"{tokens / latency_s:8.2f}" if latency_s > 0 else "     n/a"
+        self.console.say(
+            f"    #{item.index:>4}  latency {latency_s:7.3f} s  tokens {tokens:>5}  tokens/s {speed}"
+            f"  in its own slot {decode}"
+        )
+
+    async def progress(self, run: LevelRun) -> None:
+        """One updating line on stderr, only on a terminal."""
+        if self.options.quiet or sys.stderr is None or not sys.stderr.isatty():
+            return
+        seen_deltas, seen_at = 0, time.perf_counter()
+        try:
+            while True:
+                await asyncio.sleep(PROGRESS_S)
+                now, deltas, done = time.perf_counter(), run.deltas, len(run.finished)
+                rate = (deltas - seen_deltas) / (now - seen_at)
+                seen_deltas, seen_at = deltas, now
+                left = "..."
+                if done and run.planned:
+                    left = f"{(now - run.started_at) * (run.planned - done) / done:.0f} s left"
+                self.console.progress(
+                    f"  c={run.concurrency} {done}/{run.planned} done  {rate:.0f} deltas/s"
+                    f"  in flight {len(run.active)}  {left}"
+                )
+        finally:
+            self.console.progress("")
+
+
+# ---------------------------------------------------------------- command line
+
+SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM outside a level."""
+
+
+class Session:
+    """One run of the program, from the first connection to the last line."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options, self.console = options, console
+        self.files = Files(options, console)
+        self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def unless_stopped(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, or Interrupted once a signal has come."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await end_task(task)
+            raise Interrupted
+        return task.result()
+
+    async def run(self) -> int:
+        """The whole session; returns the exit code."""
+        options, console = self.options, self.console
+        try:
+            limit_s = options.wait_ready_s
+            finding = find_service(options) if limit_s is None else wait_ready(options, limit_s)
+            service: Service = await self.unless_stopped(finding)
+            if options.probe:
+                await self.unless_stopped(probe(service, prompts_of(options)(0), console))
+            else:
+                await self.measure(service)
+        except Interrupted:
+            pass
+        except (ServerFault, ClientFault) as error:
+            console.fault(str(error))
+        if not options.probe:
+            self.files.close()
+        if self.stop.done():
+            console.exit_code = EXIT_INTERRUPTED
+            console.warn("interrupted" if options.probe else f"interrupted; {self.files.kept()}")
+        console.drain()
+        return console.exit_code
+
+    async def measure(self, service: Service) -> None:
+        """What comes before the load, the load, and what comes after it."""
+        options, console = self.options, self.console
+        load = Load(service, console, self.stop, self.files)
+        watch = ServerWatch(service.route)
+        if options.sample_s is not None or options.recovery_check:
+            missing = await self.unless_stopped(watch.find())
+            if options.sample_s is not None:
+                load.watch = watch
+                for line in missing:
+                    console.warn(line)
+        if options.calibrate:
+            load.floors = await self.unless_stopped(calibrate(options, self.stop, console))
+        self.heading(service)
+        await self.unless_stopped(warm_up(service, console))
+        await load.ladder()
+        if options.recovery_check and not self.stop.done():
+            found = await self.unless_stopped(recovery_check(service, watch, console))
+            self.files.write_recovery({**found, "model": service.model})
+
+    def heading(self, service: Service) -> None:
+        """What is about to be measured."""
+        options, say = self.options, self.console.say
+        total = options.repeat * sum(options.requests_at(c) for c in options.concurrency)
+        repeats = f" x {options.repeat}" if options.repeat > 1 else ""
+        say(f"label {options.label}  run {self.files.run_id}")
+        say(f"model {service.model}  at {options.target.base_url}  address {service.route.address[0]}")
+        say(
+            f"prompt set {options.prompt_set}  levels {','.join(map(str, options.concurrency))}{repeats}  "
+            f"at least {options.requests} requests a level, {total} in all  max tokens {options.max_tokens}"
+        )
+        say(
+            f"SLO TTFT <= {options.slo_ttft_s:g} s and TPOT <= {options.slo_tpot_s:g} s  "
+            f"warm-up {options.warmup}  closed loop"
+        )
+
+
+def raise_descriptor_limit(highest: int) -> str | None:
+    """Make room for one connection per request in flight: a line to show where the soft limit had to be raised.
+    Raises UsageError where the hard limit forbids it."""
     if resource is None:
-        return
+        return None
     needed = highest + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
+        return None
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     except (ValueError, OSError, OverflowError):
         raise UsageError(
-            f"--concurrency {highest}: needs {needed} open files, this shell allows {soft}; try: ulimit -n {needed}"
+            f"--concurrency {highest}: needs {needed} open files, this shell allows at most {hard}; "
+            f"try: ulimit -n {needed}, as a user who may"
         ) from None
+    return f"open files: limit raised from {soft} to {needed} for this run"
 
 
 @contextlib.contextmanager
-def stopped_by_signals(session: Session) -> Iterator[None]:
-    """First Ctrl-C, SIGTERM or closed terminal: stop in order. Second: leave at once. The former handlers come back in
-    the end."""
+def stopped_by_signals(stop: asyncio.Future[None]) -> Iterator[None]:
+    """First Ctrl-C, SIGTERM or closed terminal: `stop` is done. Second: leave at once. The former handlers come back
+    in the end."""
     loop = asyncio.get_running_loop()
     presses = 0
 
-    def stop() -> None:
-        if not session.stop.done():
-            session.stop.set_result(None)
+    def finish() -> None:
+        if not stop.done():
+            stop.set_result(None)
 
     def handler(number: int, frame: Any) -> None:
         nonlocal presses
@@ -3504,7 +3559,7 @@ def stopped_by_signals(session: Session) -> Iterator[None]:
         if presses > 1:
             os._exit(EXIT_INTERRUPTED)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: we are leaving as it is
-            loop.call_soon_threadsafe(stop)
+            loop.call_soon_threadsafe(finish)
 
     former: dict[signal.Signals, Any] = {}
     stopping = [signal.SIGINT, signal.SIGTERM]
@@ -3520,11 +3575,15 @@ def stopped_by_signals(session: Session) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
-async def run_session(options: Options) -> int:
+async def run_session(options: Options, remark: str | None) -> int:
+    """One session under its signal handlers; returns the exit code."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: None)  # transport errors reach us through connection_lost
-    session = Session(options)
-    with stopped_by_signals(session):
+    console = Console(options.json, options.quiet)
+    if remark is not None:
+        console.say(remark)
+    session = Session(options, console)
+    with stopped_by_signals(session.stop):
         return await session.run()
 
 
@@ -3553,8 +3612,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_appendable(options.labbook, "--labbook")
             if options.raw is not None:
                 check_appendable(options.raw, "--raw")
-        check_descriptors(max(options.concurrency))
-        return asyncio.run(run_session(options))
+        remark = raise_descriptor_limit(max(options.concurrency))
+        return asyncio.run(run_session(options, remark))
     except UsageError as error:
         if sys.stderr is not None:  # print() would take stdout instead
             with contextlib.suppress(OSError, ValueError):

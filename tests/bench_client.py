@@ -365,7 +365,8 @@ async def our_level(target: load_test.Target, payloads: Sequence[tuple[str, byte
     route = load_test.Route(target, (target.host, target.port), (), 120.0, load_test.Secrets(()), None)
     run = load_test.LevelRun(len(payloads), len(payloads))
     stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    await load_test.run_level(route, len(payloads), [data for _, data in payloads], stop, run, lambda item, level: None)
+    supply = load_test.in_order(data for _, data in payloads)
+    await load_test.run_level(route, len(payloads), supply, stop, run, lambda item: None)
     return run
 
 
@@ -693,7 +694,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             Server(answer, spec["pace_s"], spec["per_write"], spec["gather"], spec["spread"]).run()
         return 0
-    load_test.check_descriptors(2048)
+    load_test.raise_descriptor_limit(2048)
     if options.play is not None:
         print(json.dumps(run_job(Job(*json.loads(options.play)))))
         return 0

@@ -33,12 +33,15 @@ def run_against(base_url: str, folder: Path, *args: object) -> Result:
 
 
 def words_of(record: dict[str, Any]) -> list[str]:
-    """The reasons for a warning, by the rule: lag above both a timer's own 2 ms and a quarter of TPOT, a floor per
-    delta that is above a quarter of TPOT when every stream has a delta, over 80 % of a core."""
+    """The reasons for a warning, by the rule: lag above both a timer's own 2 ms and a quarter of TPOT, a pause above
+    0.1 s and 3 % of the level, a floor per delta that is above a quarter of TPOT when every stream has a delta, over
+    80 % of a core."""
     client, tpot_s, found = record["client"], record["tpot_s"]["p50"], []
     lag_s, floor_us, cpu = client["loop_lag_s"]["p99"], client["floor_us_per_delta"], client["cpu_fraction"]
     if tpot_s is not None and lag_s is not None and lag_s > 0.002 and lag_s > tpot_s / 4:
         found.append("loop lag")
+    if (client["loop_lag_s"]["max"] or 0.0) > max(0.1, 0.03 * record["wall_s"]):
+        found.append("stood still")
     if tpot_s is not None and floor_us is not None and floor_us * record["concurrency"] * 1e-6 > tpot_s / 4:
         found.append("its floor")
     if cpu is not None and cpu > 0.8:
@@ -56,7 +59,7 @@ def assert_says_what_it_cost(result: Result) -> None:
             continue  # it ended before the first look
         assert not any(isinstance(value, NO_NUMBER) for value in lag.values())
         assert 0 <= lag["p50"] <= lag["p99"] <= lag["max"] <= record["wall_s"] + load_test.SENTINEL_S
-    levels = re.split(r"^  c=", result.out[result.out.index("objective ") :], flags=re.MULTILINE)[1:]
+    levels = re.split(r"^  c=", result.out[result.out.index("SLO TTFT ") :], flags=re.MULTILINE)[1:]
     levels = [text for text in levels if "null server" not in text]
     assert len(levels) == len(result.levels)
     for text, record in zip(levels, result.levels):
@@ -143,10 +146,11 @@ def test_without_calibration_there_is_no_floor(sim_engine: SimEngineFactory, tmp
 
 RECORD: dict[str, Any] = {
     "concurrency": 20,
+    "wall_s": 15.0,
     "tpot_s": {"p50": 0.02},
     "client": {
         "cpu_fraction": 0.1,
-        "loop_lag_s": {"p50": 0.0001, "p99": 0.001, "max": 0.5},
+        "loop_lag_s": {"p50": 0.0001, "p99": 0.001, "max": 0.002},
         "floor_us_per_delta": None,
         "floor_ttft_s": None,
     },
@@ -162,6 +166,13 @@ LIMITS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lag": 0.002001, "tpot": 0.004}, ["loop lag"]),
     ({"lag": 9.9, "tpot": None}, []),  # no request of two tokens: nothing to hold it against
     ({"lag": None}, []),
+    ({"pause": 4.0}, ["stood still"]),  # SIGSTOP for 4 s of 15 s, whatever the percentiles say
+    ({"pause": 4.0, "tpot": None}, ["stood still"]),
+    ({"pause": 0.4499}, []),
+    ({"pause": 0.4501}, ["stood still"]),
+    ({"pause": 0.1, "wall": 0.2}, []),
+    ({"pause": 0.1001, "wall": 0.2}, ["stood still"]),
+    ({"pause": None}, []),
     ({"floor": 250.0}, []),  # 20 x 250 us = 5 ms
     ({"floor": 250.001}, ["its floor"]),
     ({"floor": 250.001, "concurrency": 19}, []),
@@ -180,6 +191,8 @@ def record_with(changes: dict[str, Any]) -> dict[str, Any]:
     record["concurrency"] = changes.get("concurrency", 20)
     record["tpot_s"]["p50"] = changes.get("tpot", 0.02)
     record["client"]["loop_lag_s"]["p99"] = changes.get("lag", 0.001)
+    record["wall_s"] = changes.get("wall", 15.0)
+    record["client"]["loop_lag_s"]["max"] = changes.get("pause", 0.002)
     record["client"]["floor_us_per_delta"] = changes.get("floor")
     record["client"]["cpu_fraction"] = changes.get("cpu", 0.1)
     return record
@@ -194,7 +207,7 @@ def test_the_client_warns_past_its_limits_and_only_there(changes: dict[str, Any]
         assert warning is None
         return
     assert warning is not None and warning.startswith("client: ") and "second machine" in warning
-    assert [word for word in ("loop lag", "its floor", "of one core") if word in warning] == reasons
+    assert [word for word in ("loop lag", "stood still", "its floor", "of one core") if word in warning] == reasons
 
 
 def test_the_evidence_is_the_records_own() -> None:

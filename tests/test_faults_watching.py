@@ -462,8 +462,8 @@ def test_a_recovery_line_that_cannot_be_stored_stands_on_stdout(tmp_path: Path) 
     with FakeServer(answer) as server:
         result = load(server, tmp_path, "--recovery-check")
     assert result.code == 1
-    (line,) = [line for line in result.out.splitlines() if line.startswith("{")]
-    assert json.loads(line)["record"] == "recovery"
+    level, recovery = (json.loads(line) for line in result.out.splitlines() if line.startswith("{"))
+    assert level["concurrency"] == 1 and recovery["record"] == "recovery"
     book.rmdir()
 
 

@@ -77,8 +77,8 @@ DEFAULTS: dict[str, Any] = {  # those of the lab's published commands, which mus
     "--api-key-env": "LOADTEST_API_KEY",
     "--labbook": "labbook.md",
     "--raw": None,
-    "--extra-body": {},
-    "--header": [],
+    "--extra-body": None,
+    "--header": None,
     "--sample": None,
     "--wait-ready": None,
     "--repeat": 1,
@@ -586,7 +586,7 @@ def test_stop_at_slo(tmp_path: Path) -> None:
     with FakeServer(HEALTHY) as server:
         one = load(server, tmp_path, "--concurrency", "1,2", "--stop-at-slo", "--slo-ttft", "1e-9", "--repeat", 2)
         assert [record["concurrency"] for record in one.levels] == [1, 1] and one.code == 0
-        assert one.levels[0]["within_slo"] == 0 and "objective" in one.out
+        assert one.levels[0]["within_slo"] == 0 and "outside the SLO" in one.out
         two = load(server, tmp_path, "--concurrency", "1,2", "--stop-at-slo", "--slo-ttft", 60, "--slo-tpot", 60)
         assert [record["concurrency"] for record in two.levels[2:]] == [1, 2]
 

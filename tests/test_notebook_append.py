@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 from fake_server import (
@@ -27,6 +27,7 @@ from fake_server import (
     arguments,
     load,
     one_line,
+    plain,
     read_records,
     strict_json,
     whole_stream,
@@ -228,33 +229,25 @@ def test_a_full_disk_and_a_closed_pipe_lose_no_level_of_the_raw_file(tmp_path: P
 
 
 @needs_dev_full
-@pytest.mark.parametrize("stdout", ["full", "closed"])
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_a_full_disk_and_no_stdout_keep_the_lines_in_the_temporary_folder(
-    more: list[str], stdout: str, tmp_path: Path
-) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    redirection = ">/dev/full" if stdout == "full" else ">&-"
+def test_a_full_disk_and_no_stdout_put_the_lines_on_stderr(more: list[str], redirection: str, tmp_path: Path) -> None:
     with FakeServer(HEALTHY) as server:
         argv = arguments(tmp_path, server.base_url, "--labbook", "/dev/full", "--concurrency", "1,2", *more)
-        prefix = ["bash", "-c", f'exec "$0" "$@" {redirection}']
-        with Running(tmp_path, argv, prefix=prefix, env={"TMPDIR": str(temporary)}) as running:
+        with Running(tmp_path, argv, prefix=["bash", "-c", f'exec "$0" "$@" {redirection}']) as running:
             result = running.finish()
-    (rescue,) = temporary.iterdir()
-    assert [record["concurrency"] for record in read_records(rescue)] == [1, 2]
-    assert result.code == 1 and result.err.count(f"kept in {rescue}\n") == 2 and "Traceback" not in result.err
+    lines = [strict_json(line) for line in result.err.splitlines() if line.startswith("{")]
+    assert [record["concurrency"] for record in lines] == [1, 2]
+    assert result.code == 1 and result.err.count("printed on stderr instead") == 2 and "Traceback" not in result.err
 
 
 @needs_dev_full
-def test_where_nothing_takes_a_line_that_is_said(tmp_path: Path) -> None:
+def test_where_nothing_takes_a_line_the_program_still_ends_in_order(tmp_path: Path) -> None:
     with FakeServer(HEALTHY) as server:
         argv = arguments(tmp_path, server.base_url, "--labbook", "/dev/full")
-        with Running(tmp_path, argv, prefix=["bash", "-c", 'ulimit -f 0; exec "$0" "$@" >/dev/full']) as running:
+        with Running(tmp_path, argv, prefix=["bash", "-c", 'exec "$0" "$@" >/dev/full 2>/dev/full']) as running:
             result = running.finish()
-    assert (
-        result.code == 1 and "stdout and the temporary folder fail too" in result.err and "Traceback" not in result.err
-    )
+    assert result.code == 1 and len(result.requests) == 1
 
 
 def test_a_lock_that_is_never_given_up_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,36 +302,87 @@ def test_a_line_never_goes_into_a_file_that_was_removed_meanwhile(
     assert book.read_text("utf-8") == "one\n"
 
 
-@pytest.mark.parametrize("change", ["replaced", "removed", "turned into a folder", "folder removed"])
-def test_a_notebook_that_changes_between_levels(change: str, tmp_path: Path) -> None:
-    """An editor saves by renaming, somebody tidies up: the next level goes where the name leads then."""
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    book = folder / "book.md"
+def lose_it(book: Path) -> None:
+    book.unlink()
 
-    def meddle() -> None:
-        if change == "replaced":
-            (tmp_path / "new").write_bytes(book.read_bytes() + b"a sentence without an end")
-            os.replace(tmp_path / "new", book)
-        elif change == "removed":
-            book.unlink()
-        elif change == "turned into a folder":
-            book.unlink()
-            book.mkdir()
-        else:
-            shutil.rmtree(folder)
+
+def shorten(book: Path) -> None:
+    book.write_text("# emptied\n", "utf-8")
+
+
+def move_away(book: Path) -> None:
+    book.rename(book.with_name("old.md"))
+
+
+def replace_by_an_older_copy(book: Path) -> None:
+    (book.parent / "new").write_text("# as it was in the morning\n", "utf-8")
+    os.replace(book.parent / "new", book)
+
+
+def make_a_folder_of_it(book: Path) -> None:
+    book.unlink()
+    book.mkdir()
+
+
+def remove_the_folder(book: Path) -> None:
+    shutil.rmtree(book.parent)
+
+
+def save_in_an_editor(book: Path) -> None:
+    (book.parent / "new").write_bytes(book.read_bytes() + b"a sentence without an end")
+    os.replace(book.parent / "new", book)
+
+
+def add_a_sentence(book: Path) -> None:
+    with book.open("a", encoding="utf-8") as file:
+        file.write("a sentence\n")
+
+
+# what somebody does to the notebook during the second of three levels -> levels that then stand in it, and on stdout
+CHANGES: list[tuple[Callable[[Path], object], list[int], list[int]]] = [
+    (lose_it, [2, 4], [1]),
+    (shorten, [2, 4], [1]),
+    (move_away, [2, 4], [1]),
+    (replace_by_an_older_copy, [2, 4], [1]),
+    (make_a_folder_of_it, [], [1, 2, 4]),
+    (remove_the_folder, [], [1, 2, 4]),
+    (save_in_an_editor, [1, 2, 4], []),
+    (add_a_sentence, [1, 2, 4], []),
+]
+
+
+@pytest.mark.parametrize(("change", "kept", "printed"), CHANGES, ids=[row[0].__name__ for row in CHANGES])
+def test_a_notebook_that_changes_during_a_run(
+    change: Callable[[Path], object], kept: list[int], printed: list[int], tmp_path: Path
+) -> None:
+    """The next level goes where the name leads then; lines that are gone are printed once more, and it is exit 1."""
+    book = tmp_path / "notes" / "book.md"
+    book.parent.mkdir()
 
     def answer(request: Request) -> list[Step]:
-        return [meddle, whole_stream()] if request.number == 1 else list(HEALTHY)
+        return [lambda: change(book), whole_stream()] if request.number == 1 else list(HEALTHY)
 
     with FakeServer(answer) as server:
-        result = load(server, tmp_path, "--labbook", book, "--concurrency", "1,2")
-    if change in ("replaced", "removed"):
-        assert result.code == 0 and book_of(book)["concurrency"] == 2
-        assert b"end\n{" in book.read_bytes() or change == "removed"
-    else:
-        assert result.code == 1 and "--labbook" in result.err
-        assert [strict_json(line)["concurrency"] for line in result.out.splitlines() if line[0] == "{"] == [2]
+        result = load(server, tmp_path, "--labbook", book, "--concurrency", "1,2,4", "--requests", "1")
+    standing = book.read_text("utf-8").splitlines() if book.is_file() else []
+    assert [strict_json(line)["concurrency"] for line in standing if line[0] == "{"] == kept
+    assert [strict_json(line)["concurrency"] for line in result.out.splitlines() if line[0] == "{"] == printed
+    assert f"{len(kept)} line(s) appended to {book}" in result.out
+    assert result.code == (1 if printed else 0) and ("--labbook" in result.err) == bool(printed)
+
+
+def test_a_notebook_lost_after_the_last_level_is_noticed_too(tmp_path: Path) -> None:
+    book = tmp_path / "book.md"
+
+    def answer(request: Request) -> list[Step]:
+        if request.is_chat and request.is_warm_up:
+            return [book.unlink, plain("503 X", "")]
+        return [whole_stream()] if request.is_chat else [plain("404 X", "")]
+
+    with FakeServer(answer) as server:
+        result = load(server, tmp_path, "--recovery-check")
+    assert result.code == 1 and "1 line(s) written to it before are gone" in result.err
+    assert "1 line(s) appended" in result.out and [record["record"] for record in read_records(book)] == ["recovery"]
 
 
 # ---------------------------------------------------------------- several writers

@@ -201,7 +201,7 @@ def test_the_load_generator_and_the_analyser_call_the_same_levels_client_bound(
     in_flight: float, cpu: float | None, lag_s: float, tpot_ms: float, floor_us: float | None
 ) -> None:
     client = {
-        "cpu_fraction": cpu, "loop_lag_s": {"p50": 0.0001, "p99": lag_s, "max": 0.5},
+        "cpu_fraction": cpu, "loop_lag_s": {"p50": 0.0001, "p99": lag_s, "max": 0.05},
         "floor_us_per_delta": floor_us, "floor_ttft_s": 0.0001 if floor_us else None,
     }  # fmt: skip
     record = exact(20, tpot_ms, 0, client=client, mean_in_flight=in_flight)
