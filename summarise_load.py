@@ -71,7 +71,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import cached_property
-from typing import IO, Any, Callable, NamedTuple, NoReturn, Optional, Union
+from typing import IO, Any, Callable, NamedTuple, NoReturn
 
 try:
     import fcntl
@@ -881,7 +881,12 @@ def student_t(freedom: float, confidence: float = 0.95) -> float:
     for _ in range(60):  # past a float's 53 bits
         middle = (low + high) / 2.0
         low, high = (middle, high) if tail(middle) > 1.0 - confidence else (low, middle)
-    return high
+    return ten_digits(high)
+
+
+def ten_digits(value: float) -> float:
+    """A figure without its last digits, in which machines' logarithms may differ: the same bytes everywhere."""
+    return float(f"{value:.10g}")
 
 
 def beta_part(x: float, p: float, q: float) -> float:
@@ -1020,7 +1025,7 @@ def ratio_interval(runs_a: Sequence[float], runs_b: Sequence[float]) -> Ratio | 
     if error > 0:
         freedom = error**2 / (part_a**2 / free_a + part_b**2 / free_b)
         reach = student_t(freedom) * math.sqrt(error)
-    return Ratio(*(math.exp(mean_b - mean_a + shift) for shift in (-reach, 0.0, reach)))
+    return Ratio(*(ten_digits(math.exp(mean_b - mean_a + shift)) for shift in (-reach, 0.0, reach)))
 
 
 def mean_and_error(runs: Sequence[float]) -> tuple[float, float, int]:
@@ -1035,7 +1040,7 @@ class Change(NamedTuple):
     """How many times one level's figure is another's; `shown` by the runs, or None where they allow no verdict."""
 
     times: float
-    shown: Optional[bool]
+    shown: bool | None
 
 
 def change(a: Level, b: Level, path: str) -> Change | None:
@@ -1081,7 +1086,7 @@ class Shape(NamedTuple):
     the evidence."""
 
     code: str
-    test: Callable[[Curve, Level], Optional[Sign]]
+    test: Callable[[Curve, Level], Sign | None]
     advice: str
 
 
@@ -1189,7 +1194,7 @@ def ttft_parts(level: Level, least_s: float = NOTICED_S) -> tuple[str, str, dict
     return part if shares[part] > SPLIT_SHARE else "none", f"mean TTFT at c={level.c}: {text}", values
 
 
-def ttft_split(part: str, meaning: str, *, histograms: bool = False) -> Callable[[Curve, Level], Optional[Sign]]:
+def ttft_split(part: str, meaning: str, *, histograms: bool = False) -> Callable[[Curve, Level], Sign | None]:
     """The test of one part of the TTFT split, at the highest level that has a split. vLLM's histograms have the
     first step in their prefill: what is left of the client's mean is outside the engine."""
 
@@ -1345,7 +1350,7 @@ def drifting(curve: Curve, level: Level) -> Sign | None:
     first, last = drift
     text = f"drift at c={level.c}: TPOT p50 {1000 * first:.1f} ms over the first third of the requests, "
     text += f"{1000 * last:.1f} ms over the last"
-    values = {"c": level.c, "tpot_first_third_s": first, "tpot_last_third_s": last}
+    values: dict[str, Any] = {"c": level.c, "tpot_first_third_s": first, "tpot_last_third_s": last}
     if last < first:
         return Sign(text + ": the server was still warming up", values, advice="warm it up first: --warmup auto")
     clock, heat = level.median("gpu.sm_clock_mhz_min"), level.median("gpu.temperature_c_max")
@@ -2054,7 +2059,7 @@ class Found(NamedTuple):
     status: str | None = None
 
 
-Test = Callable[[Audit], Optional[Found]]  # None where the rule does not apply
+Test = Callable[["Audit"], "Found | None"]  # None where the rule does not apply
 
 
 class Rule(NamedTuple):
@@ -2070,7 +2075,7 @@ class Rule(NamedTuple):
 SHOWN_ITEMS = 6  # cases named on a rule's line; --json names all
 
 
-def each_level(test: Callable[[Level], Optional[str]], good: str) -> Test:
+def each_level(test: Callable[[Level], str | None], good: str) -> Test:
     """A rule's test from a question to every level; the driver names label and c."""
 
     def ask(audit: Audit) -> Found:
@@ -2604,9 +2609,8 @@ def answer(curve: Curve) -> dict[str, Any]:
         )
     elif curve.operating_point is None:
         lowest = outside[0]
-        found["text"] = (
-            f"No level measured stays inside {slo_text(lowest)}: at c={lowest.c} {' and '.join(lowest.slo_misses or [])}."
-        )
+        misses = " and ".join(lowest.slo_misses or [])
+        found["text"] = f"No level measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
     else:
         found.update(answer_at(next(level for level in tried if level.c == curve.operating_point), tried, outside))
     return found
@@ -2718,27 +2722,28 @@ def compare_statements(a: Curve, b: Curve, rows: Sequence[Mapping[str, Any]]) ->
         elif name == "prompt_text" and one is None:
             found.append(Statement("setting", NOTE, "prompt_text: text not recorded on either side"))
     ours, theirs = ({level.c: level for level in curve.levels} for curve in (a, b))
-    for curve, others, mine in ((a, theirs, ours), (b, ours, theirs)):
-        only = [c for c in mine if c not in others]
+    for curve, opposite in ((a, b), (b, a)):
+        measured_there = {level.c for level in opposite.levels}
+        only = [level.c for level in curve.levels if level.c not in measured_there]
         if only:
             found.append(Statement("only_in", NOTE, f"only in {as_word(curve.label)}: c={c_list(only)}", tuple(only)))
     compared = [row["c"] for row in rows]
     for c in ours:
         if c in theirs and c not in compared:
-            sides = ((as_word(curve.label), levels[c].left_out) for curve, levels in ((a, ours), (b, theirs)))
+            sides = ((as_word(a.label), ours[c].left_out), (as_word(b.label), theirs[c].left_out))
             reasons = ", ".join(f"{label}: {reason}" for label, reason in sides if reason)
             found.append(Statement("left_out", NOTE, f"c={c} is not compared ({reasons})", (c,)))
     for row in rows:
-        prompts = [levels[row["c"]].median("prompt_tokens_mean") for levels in (ours, theirs)]
-        if prompts[0] and prompts[1] and abs(prompts[1] / prompts[0] - 1) > PROMPT_GAP:
-            text = f"prompt tokens differ at c={row['c']}: {prompts[0]:.1f} and {prompts[1]:.1f} on average"
+        prompts = change(ours[row["c"]], theirs[row["c"]], "prompt_tokens_mean")
+        if prompts is not None and abs(prompts.times - 1) > PROMPT_GAP:
+            text = f"prompt tokens differ at c={row['c']}: B's are {prompts.times:.2f} times A's on average"
             found.append(Statement("prompt_tokens", NOTE, text, (row["c"],)))
     if all(max(row["output_tokens_per_s"][f"{side}_runs"] for side in "ab") < 2 for row in rows):
         found.append(Statement("single_runs", NOTE, SINGLE_RUNS))
     else:
         found += [Statement("ratio", NOTE, ratio_text(row), (row["c"],)) for row in rows]
-    texts = dict.fromkeys((*a.remarks, *b.remarks))
-    return found + [Statement("remark", NOTE, text) for text in texts]
+    remarks = dict.fromkeys((*a.remarks, *b.remarks))
+    return found + [Statement("remark", NOTE, text) for text in remarks]
 
 
 PROMPT_GAP = 0.02  # of the mean prompt: more is other text or another template
@@ -3266,11 +3271,10 @@ def to_json(value: Any) -> str:
 
 
 def null_if_not_finite(value: Any) -> Any:
-    """A document for output: a quotient that ran out of a float's range is null, and what is worked out has ten
-    digits, so that another machine's logarithm gives the same bytes.
+    """A document for output, where a quotient that ran out of a float's range is null.
 
-    >>> null_if_not_finite({"a": [1.5, float("inf"), 2 / 3]})
-    {'a': [1.5, None, 0.6666666667]}
+    >>> null_if_not_finite({"a": [1.5, float("inf")]})
+    {'a': [1.5, None]}
     """
     if isinstance(value, Mapping):
         return {key: null_if_not_finite(inner) for key, inner in value.items()}
@@ -3278,16 +3282,19 @@ def null_if_not_finite(value: Any) -> Any:
         return [null_if_not_finite(inner) for inner in value]
     if not isinstance(value, float):
         return value
-    return float(f"{value:.10g}") if math.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------------------------------------- writing the notebook
 
 
+NOT_SUMMED = ("prompt_text", "extra_body", "turns", "duration_s", "seed")  # settings that a summary leaves out
+
+
 def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
     """The curve-summary line that --record appends."""
     fit = curve.fit
-    record: dict[str, Any] = {name: curve.settings[name] for name in SETTINGS if name not in ("seed", "extra_body")}
+    record: dict[str, Any] = {name: curve.settings[name] for name in SETTINGS if name not in NOT_SUMMED}
     record.update(
         {
             "lab": LAB,

@@ -43,9 +43,9 @@ def test_three_engines_went_through_the_sweep_and_the_prefix_pair() -> None:
 
 
 def test_nothing_real_is_accused(run_program: RunProgram) -> None:
-    findings = answer(run_program, "--check")["findings"]
+    findings = answer(run_program, "--check")["statements"]
     assert not [finding for finding in findings if finding["status"] == "FAIL"]
-    assert next(finding for finding in findings if finding["rule"] == "consistent")["status"] == "PASS"
+    assert next(finding for finding in findings if finding["code"] == "consistent")["status"] == "PASS"
 
 
 def test_a_figure_that_is_altered_is_found(run_program: RunProgram, tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_figure_that_is_altered_is_found(run_program: RunProgram, tmp_path: Pa
     path = tmp_path / "altered.md"
     path.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in altered), "utf-8")
     done = run_program("summarise_load.py", "--labbook", path, "--check", "--json")
-    findings = strict_json(done.stdout)["findings"]
+    findings = strict_json(done.stdout)["statements"]
     failed = [finding for finding in findings if finding["status"] == "FAIL"]
-    assert done.returncode == 1 and [finding["rule"] for finding in failed] == ["consistent"]
-    assert "mlx-baseline c=10" in failed[0]["message"]
+    assert done.returncode == 1 and [finding["code"] for finding in failed] == ["consistent"]
+    assert "mlx-baseline c=10" in failed[0]["text"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -84,7 +84,7 @@ def test_the_curve_is_that_of_its_lines(run_program: RunProgram, engine: str) ->
 
 def test_where_the_server_saw_nobody_wait_there_was_no_queue(run_program: RunProgram) -> None:
     assert all(level["server"]["peak_deferred"] == 0 for level in levels_of("llama-baseline"))
-    readings = answer(run_program, "--label", "llama-baseline")["readings"]
+    readings = answer(run_program, "--label", "llama-baseline")["statements"]
     assert "queueing" not in [reading["code"] for reading in readings]
     assert next(reading for reading in readings if reading["code"] == "client")["levels"][-1] == 20
 
