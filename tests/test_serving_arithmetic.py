@@ -120,6 +120,16 @@ def test_memory_says_whether_it_fits_by_how_much_and_how_many_slots(capsys: pyte
     assert "does not fit" in text(capsys, "--memory", 10, "--kv-type", "q8_0")
 
 
+def test_the_shift_between_two_memory_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    """0.10 of 119.70 GiB is 11.97 GiB, in tokens of the cache type."""
+    stated = ("--fractions", "0.30,0.40", "--memory", "119.7", "--kv-type", "f16")
+    facts = figures(capsys, *stated)["fractions"]
+    assert facts["shift_bytes"] == pytest.approx(11.97 * sa.GIB)
+    assert facts["shift_tokens"] == {"f16": pytest.approx(11.97 * sa.GIB / 147_456)}
+    assert "(0.4 - 0.3) x 119.70 GiB = +11.97 GiB (+87,163 tokens of f16)" in text(capsys, *stated)
+    assert figures(capsys, "--fractions", "0.9,0.8", "--memory", 24)["fractions"]["shift_bytes"] < 0
+
+
 def test_memory_without_weights_decides_only_what_the_pool_decides(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--layers", 36, "--kv-heads", 8, "--head-dim", 128, "--kv-type", "f16")
     (row,) = figures(capsys, *shape, "--memory", 24)["memory"]
@@ -143,8 +153,8 @@ def test_text_shows_each_formula_with_its_inputs(capsys: pytest.CaptureFixture[s
     shown = text(capsys, "--slots", 8, "--kv-type", "q8_0", "--available-kv", 7, "--memory", 16)
     for part in (
         "78,336 B/token = 2 x 36 x 8 x 128 x 34/32",
-        "pool 2,566,914,048 B = 2.39 GiB = 2448.00 MiB",
-        "5,021,827,072 - 350,060,544 (embedding look-up) = 4,671,766,528 B",
+        "cache 2,566,914,048 B = 2.39 GiB = 2448.00 MiB",
+        "5,021,827,072 - 350,060,544 (token embedding) = 4,671,766,528 B",
         "blocks = floor(7,516,192,768 B / (16 x 78,336 B)) = 5,996",
         "q8_0 is llama.cpp's cache type",
     ):
@@ -176,25 +186,18 @@ def test_ceilings_of_a_tiny_model_stay_apart(capsys: pytest.CaptureFixture[str])
 def test_cache_per_token_is_linear_in_layers_and_never_below_the_exact_size(
     layers: int, heads: int, dim: int, kv_type: str
 ) -> None:
-    stored = sa.KV_TYPES[kv_type]
+    block_values, block_bytes = sa.KV_TYPES[kv_type]
     size = sa.bytes_per_token(sa.uniform_model("m", "here", layers, heads, dim), kv_type)
     assert size == layers * sa.bytes_per_token(sa.uniform_model("m", "here", 1, heads, dim), kv_type)
-    exact = 2 * layers * heads * dim * stored.block_bytes / stored.block_values
-    assert exact <= size <= exact + 2 * layers * stored.block_bytes
+    exact = 2 * layers * heads * dim * block_bytes / block_values
+    assert exact <= size <= exact + 2 * layers * block_bytes
 
 
 @given(st.integers(1, 10**12), st.integers(1, 512), st.integers(1, 10**6), st.integers(1, 200_000))
 def test_blocks_fill_the_pool_without_exceeding_it(pool: int, block: int, token: int, context: int) -> None:
     blocks = sa.vllm_blocks(pool, block, token)
     assert blocks * block * token <= pool < (blocks + 1) * block * token
-    assert sa.vllm_max_concurrency(blocks, context, block) * context <= sa.vllm_tokens(blocks, block) + 1e-6 * pool
-
-
-@given(st.floats(0.1, 1000), st.floats(0.001, 100), st.lists(st.integers(1, 500), min_size=2, unique=True))
-def test_the_line_is_recovered_from_points_on_it(a: float, b: float, cs: list[int]) -> None:
-    fitted = sa.fit_line([(float(c), a + b * c) for c in cs])
-    assert fitted is not None
-    assert fitted == pytest.approx((a, b), rel=1e-6, abs=1e-6 * (a + b * max(cs)))
+    assert sa.vllm_max_concurrency(blocks, context, block) * context <= blocks * block + 1e-6 * pool
 
 
 # --------------------------------------------------------------------------------------------------- wrong options
@@ -232,14 +235,22 @@ def test_the_line_is_recovered_from_points_on_it(a: float, b: float, cs: list[in
         ("--not-read-bytes 7", "--not-read-bytes needs --weights-bytes"),
         ("--weights-bytes 7 --not-read-bytes 7", "must be above"),
         ("--weights-bytes 0", "must be above"),
-        ("--label x", "needs --measured"),
-        ("--check-log x --measured y", "one at a time"),
-        ("--check-log x --bandwidth 3", "--check-log has no use for --bandwidth"),
-        ("--check-log x --memory 3", "no use for --memory"),
-        ("--measured x --memory 3", "--measured has no use for --memory"),
+        ("--label x", "--measured NOTEBOOK and --label L need each other"),
+        ("--measured x", "--measured NOTEBOOK and --label L need each other"),
+        ("--check-log x --measured y --label z", "--check-log and --measured are mutually exclusive"),
+        ("--check-log x --bandwidth 3", "--bandwidth cannot be combined with --check-log"),
+        ("--check-log x --memory 3", "--memory with --check-log needs two logs"),
+        ("--check-log x --fractions 0.3,0.4", "--fractions with --check-log needs two logs"),
+        ("--measured x --label y --memory 3", "--memory cannot be combined with --measured"),
+        ("--measured x --label y --slots 3", "--slots cannot be combined with --measured"),
+        ("--measured x --label y --cpu-expected", "--cpu-expected cannot be combined with --measured"),
+        ("--cpu-expected", "--cpu-expected needs --check-log"),
+        ("--fractions 0.3,0.4", "--fractions needs --memory GIB"),
+        ("--fractions 0.3 --memory 9", "'0.3' is not two fractions of at most 1"),
+        ("--fractions 0.3,1.4 --memory 9", "'0.3,1.4' is not two fractions"),
         ("--check-log nowhere.log", "cannot read nowhere.log: No such file"),
         ("--check-log .", "cannot read .: it is a folder, not a file"),
-        ("--measured nowhere.md --label x", "cannot read nowhere.md"),
+        ("--measured nowhere.md --label x", "nowhere.md"),
         ("--config nowhere.json", "cannot read nowhere.json"),
         ("--gguf nowhere.gguf", "cannot read nowhere.gguf"),
         ("--safetensors nowhere", "cannot read nowhere"),
@@ -332,7 +343,7 @@ def test_what_is_no_file_is_refused_before_it_is_read(
         os.mkfifo(path)
     else:
         path.symlink_to(kind)
-    done = run_program(PROGRAM, option, path, timeout=30)
+    done = run_program(PROGRAM, option, path, *(["--label", "x"] if option == "--measured" else []), timeout=30)
     assert done.returncode == 2 and f"cannot read {path}: it is a " in done.stderr and "not a file" in done.stderr
 
 

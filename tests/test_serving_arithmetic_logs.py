@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ def check_file(capsys: pytest.CaptureFixture[str], path: Path, *args: object) ->
     answer = json.loads(out)
     assert answer["agrees"] is (code == 0)
     (one,) = answer["checks"]
-    return code, {**{row["what"]: row for row in one["comparisons"]}, "notes": one["notes"], "figures": one["figures"]}
+    return code, {**{row["what"]: row for row in one["comparisons"]}, "notes": one["notes"]}
+
+
+def judged(rows: dict[str, Any], verdict: bool) -> set[str]:
+    """The names of the rows with this verdict."""
+    return {name for name, row in rows.items() if name != "notes" and row["agrees"] is verdict}
 
 
 # ------------------------------------------------------------------------------------------------------ llama-server
@@ -63,12 +69,15 @@ def test_a_real_llama_server_log(capsys: pytest.CaptureFixture[str]) -> None:
     """Build 11434 on a CPU: 2 layers, 2 KV heads of 32, 8 slots of 4,096."""
     shape = ("--layers", 2, "--kv-heads", 2, "--head-dim", 32)
     log = DATA / "llama-server-tiny.log"
-    code, rows = check_file(capsys, log, *shape, "--slots", 8, "--ctx", 4096, "--kv-type", "f16")
+    meant = ("--cpu-expected", "--slots", 8, "--ctx", 4096, "--kv-type", "f16")
+    code, rows = check_file(capsys, log, *shape, *meant)
     assert code == 0
+    assert rows["model buffers"]["log"] == "1.11 MiB" and rows["model buffers"]["how"] == "CPU_Mapped 1.11"
+    assert rows["compute buffers"]["log"].endswith("MiB") and rows["weights"]["log"] == "1.11 MiB"
     assert rows["KV cache"]["log"] == "16.00 MiB" and rows["slots"]["log"] == "8"
     assert rows["context per slot"]["log"] == "4,096" and rows["layers with a cache"]["log"] == "2"
     for wrong in (("--slots", 4), ("--ctx", 2048), ("--kv-type", "q8_0")):
-        code, rows = check_file(capsys, log, *shape, *wrong)
+        code, rows = check_file(capsys, log, *shape, "--cpu-expected", *wrong)
         assert code == 1 and rows["KV cache"]["agrees"] is False
     code, rows = check_file(capsys, log)
     assert code == 1, "the lab's model is not this one"
@@ -81,9 +90,9 @@ LAB = START + CONTEXT + kv_line(11520.0) + slots_line()
 def test_the_labs_own_log_agrees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, rows = check(capsys, tmp_path, LAB, "--slots", 20, "--ctx", 4096, "--kv-type", "f16")
     assert code == 0
-    assert {name: row["agrees"] for name, row in rows.items() if "agrees" in row} == dict.fromkeys(
-        ("slots", "context per slot", "cache type", "KV cache", "keys", "values", "layers with a cache"), True
-    )
+    assert judged(rows, True) == {
+        "slots", "context per slot", "cache type", "KV cache", "keys", "values", "layers with a cache"
+    }  # fmt: skip
     assert check(capsys, tmp_path, LAB)[0] == 0, "what is not stated is the log's"
 
 
@@ -105,7 +114,52 @@ def test_another_configuration_than_predicted_is_named(
 ) -> None:
     code, rows = check(capsys, tmp_path, log, *args)
     assert code == 1
-    assert {name for name, row in rows.items() if "agrees" in row and row["agrees"] is False} == differs
+    assert judged(rows, False) == differs
+
+
+def buffers(device: str, offloaded: str = "") -> str:
+    """What llama-server prints of its model's place: the offload line is missing in a build without GPU support."""
+    line = f"load_tensors: offloaded {offloaded} layers to GPU\n" if offloaded else ""
+    return (
+        f"print_info: file size   = 4.68 GiB (4.90 BPW)\n{line}"
+        f"load_tensors:   CPU_Mapped model buffer size =   333.84 MiB\n"
+        f"load_tensors:        {device} model buffer size =  4455.34 MiB\n"
+        f"llama_kv_cache:      {device} KV buffer size = 11520.00 MiB\n"
+        f"sched_reserve:      {device} compute buffer size =   304.75 MiB\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "offloaded", "logged", "agrees"),
+    [
+        ("CUDA0", "37/37", "37/37", True),
+        ("CUDA0", "30/37", "30/37", False),
+        ("CPU", "0/37", "0/37", False),  # a GPU build that was told -ngl 0, or found no device
+        ("CPU", "", "none", False),  # a build without GPU support
+        ("Vulkan0", "", None, None),  # the line is missing, the GPU's buffers are there: nothing to say
+    ],
+)
+def test_layers_that_are_not_on_a_gpu_stop_unless_they_are_meant(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str, offloaded: str, logged: str | None,
+    agrees: bool | None,
+) -> None:  # fmt: skip
+    log = START + buffers(device, offloaded) + kv_line(11520.0) + slots_line()
+    code, rows = check(capsys, tmp_path, log, "--slots", 20)
+    assert code == (1 if agrees is False else 0)
+    assert rows.get("layers on a GPU", {"log": None})["log"] == logged
+    assert judged(rows, False) == ({"layers on a GPU"} if agrees is False else set())
+    assert check(capsys, tmp_path, log, "--slots", 20, "--cpu-expected")[0] == 0
+    assert rows["model buffers"]["log"] == "4789.18 MiB" and rows["compute buffers"]["log"] == "304.75 MiB"
+    assert rows["weights"]["agrees"] is True, "the lab's file has that size"
+
+
+def test_only_stated_weights_are_judged(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Another quant of the model has the same cache; its size is shown, and judged once the file is named."""
+    log = LAB.replace(CONTEXT, "print_info: file size   = 8.11 GiB (8.50 BPW)\n" + CONTEXT)
+    code, rows = check(capsys, tmp_path, log)
+    assert (code, rows["weights"]["agrees"], rows["weights"]["predicted"]) == (0, None, "not stated")
+    assert check(capsys, tmp_path, log, "--weights-bytes", int(8.113 * sa.GIB))[0] == 0
+    assert check(capsys, tmp_path, log, "--weights-bytes", int(8.117 * sa.GIB))[0] == 1
 
 
 @given(st.integers(1, 64), st.integers(1, 80), st.sampled_from(["f16", "q8_0", "q4_0"]), st.integers(1, 64))
@@ -123,15 +177,16 @@ def test_no_honest_log_is_accused(
         total = (keys + values) / sa.MIB + extra
         line = kv_line(total, context, layers, seqs, kv_type)
         path.write_text(START + CONTEXT + line + slots_line(slots, context), encoding="utf-8")
-        log, _ = sa.read_logs(str(path))
-        assert log is not None
-        assert sa.check_llama(model, log, slots, context, kv_type).agrees is agrees
+        options = sa.parse_options(sa.build_parser().parse_args(
+            ["--check-log", str(path), "--slots", str(slots), "--ctx", str(context), "--kv-type", kv_type]
+        ))  # fmt: skip
+        assert sa.checked_document(replace(options, model=model))["agrees"] is agrees
 
 
 def test_keys_and_values_of_two_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = kv_line(11520.0).replace("K (f16): 5760.00", "K (q8_0): 3060.00").replace("11520.00", "8820.00")
     code, rows = check(capsys, tmp_path, START + line + slots_line())
-    assert code == 0 and rows["figures"]["k_type"] == "q8_0" and rows["figures"]["v_type"] == "f16"
+    assert code == 0 and any("keys q8_0, values f16 (from the log)" in note for note in rows["notes"])
 
 
 def test_a_context_that_llama_rounds_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -152,13 +207,14 @@ def test_a_real_log_of_gemma_3_270m(capsys: pytest.CaptureFixture[str], tmp_path
     else:
         write_gguf(tmp_path, GEMMA3_270M)
     log = (DATA / "llama-server-gemma3-270m.log").read_text("utf-8")
-    code, rows = check(capsys, tmp_path, log, "--gguf", tmp_path / "model.gguf", "--slots", "20", "--ctx", "4096")
+    meant = ("--gguf", tmp_path / "model.gguf", "--slots", "20", "--ctx", "4096", "--cpu-expected")
+    code, rows = check(capsys, tmp_path, log, *meant)
     assert code == 0
     assert rows["KV cache"]["predicted"] == rows["KV cache"]["log"] == "540.00 MiB"
     assert rows["slots"]["log"] == "20" and rows["layers with a cache"]["log"] == "18"
     altered = log.replace("size =  300.00 MiB", "size =  299.00 MiB")
     assert altered != log
-    assert check(capsys, tmp_path, altered, "--gguf", tmp_path / "model.gguf", "--slots", "20", "--ctx", "4096")[0] == 1
+    assert check(capsys, tmp_path, altered, *meant)[0] == 1
 
 
 # Lines that servers printed for models with sliding windows, as their users published them.
@@ -191,11 +247,6 @@ llama_kv_cache: size =  416.00 MiB (  8192 cells,  13 layers,  4/1 seqs), K (f16
 srv          init: initializing slots, n_slots = 4
 slot         init: id  0 | task -1 | new slot, n_ctx = 8192
 """
-LAGUNA = gguf_meta("laguna", 48, 64, 8, 128, attention__sliding_window=512)
-LAGUNA_LOG = """\
-0.48 I llama_kv_cache: size = 13824.00 MiB (1048576 cells,  12 layers,  1/1 seqs), K (q4_0): 6912.00 MiB, V (q4_0): 6912.00 MiB
-0.49 I llama_kv_cache: size =   40.50 MiB (  1024 cells,  36 layers,  1/1 seqs), K (q4_0):   20.25 MiB, V (q4_0):   20.25 MiB
-"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -204,9 +255,8 @@ LAGUNA_LOG = """\
         (GPT_OSS, GPT_OSS_LOG, "3090.00 MiB"),
         (GPT_OSS, GPT_OSS_UBATCH_LOG, "3126.00 MiB"),  # a larger micro-batch
         (GEMMA2, GEMMA2_LOG, "832.00 MiB"),  # one unified cache for four slots; the two equal lines both count
-        (LAGUNA, LAGUNA_LOG, "13864.50 MiB"),
     ],
-    ids=["gpt-oss", "gpt-oss ubatch 2048", "gemma2 unified", "laguna"],
+    ids=["gpt-oss", "gpt-oss ubatch 2048", "gemma2 unified"],
 )
 def test_several_cache_lines_are_added(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, meta: dict[str, Any], log: str, sizes: str
@@ -228,7 +278,7 @@ def test_a_window_kept_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert check(capsys, tmp_path, log, "--gguf", write_gguf(tmp_path, GPT_OSS))[0] == 0
 
 
-def test_fixed_states_of_a_hybrid_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_recurrent_state_of_a_hybrid_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     meta = gguf_meta("qwen3next", 8, 16, 2, 256, ssm__state_size=128, ssm__conv_kernel=4, ssm__inner_size=4096,
                      ssm__group_count=16)  # fmt: skip
     per_slot = 6 * 4 * (3 * (4096 + 2 * 16 * 128) + 128 * 4096)
@@ -240,9 +290,9 @@ def test_fixed_states_of_a_hybrid_model(capsys: pytest.CaptureFixture[str], tmp_
     log = kv_line(4096 * 4 * 4096 / sa.MIB, 4096, 2, "4/4") + state + slots_line(4)
     path = write_gguf(tmp_path, meta)
     code, rows = check(capsys, tmp_path, log, "--gguf", path, "--slots", 4)
-    assert code == 0 and rows["fixed states"]["agrees"] is True
+    assert code == 0 and rows["recurrent state"]["agrees"] is True
     code, rows = check(capsys, tmp_path, log.replace(f"{size:7.2f}", f"{size + 1:7.2f}"), "--gguf", path)
-    assert code == 1 and rows["fixed states"]["agrees"] is False
+    assert code == 1 and rows["recurrent state"]["agrees"] is False
 
 
 def test_latent_attention_has_no_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -361,9 +411,75 @@ def test_vllms_tokens_follow_from_its_memory(
     wrong = "f16" if kv_type == "fp8" else "fp8"
     code, rows = check(capsys, tmp_path, log, "--kv-type", wrong)
     assert code == 1 and rows["tokens"]["agrees"] is False
-    other = log.replace(f"{concurrency}x", f"{float(concurrency) + 0.02:.2f}x")
+    other = log.replace(f"{concurrency}x", f"{float(concurrency) + 0.05:.2f}x")
     code, rows = check(capsys, tmp_path, other, "--kv-type", kv_type)
     assert code == 1 and rows["maximum concurrency"]["agrees"] is False and rows["tokens"]["agrees"] is True
+
+
+@pytest.mark.parametrize(("stated", "predicted"), [(("--available-kv", "5.625"), "10.00x"), ((), "9.98x to 10.00x")])
+def test_the_predicted_concurrency_is_never_the_logs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stated: tuple[str, ...], predicted: str
+) -> None:
+    """A cache of eight bits where sixteen were predicted holds twice the sequences: that is a difference."""
+    log = RESERVED.format("5.62") + ONE_LINE.format("81,920", "20.00")
+    code, rows = check(capsys, tmp_path, log, "--kv-type", "auto", *stated)
+    row = rows["maximum concurrency"]
+    assert (code, row["predicted"], row["log"], row["agrees"]) == (1, predicted, "20.00x", False)
+    alone = RESERVED.format("5.62") + "Maximum concurrency for 4,096 tokens per request: 20.00x\n"
+    assert check(capsys, tmp_path, alone, "--kv-type", "auto", *stated)[0] == 1
+    assert check(capsys, tmp_path, log, "--kv-type", "fp8", *stated)[0] == 0
+
+
+LOADING = "INFO 11-29 16:26:47 [gpu_model_runner.py:5515] Model loading took 5.7071 GiB memory and 3.214159 seconds\n"
+
+
+def test_what_loading_the_model_took_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = LOADING + AVAILABLE.format("7.0") + ONE_LINE.format("50,960", "12.44")
+    code, rows = check(capsys, tmp_path, log)
+    assert (code, rows["model loading"]["log"], rows["model loading"]["predicted"]) == (0, "5.71 GiB", "not stated")
+    rows = check(capsys, tmp_path, log, "--weights-bytes", 6_098_581_864)[1]
+    assert rows["model loading"]["predicted"] == "5.68 GiB" and rows["model loading"]["agrees"] is None
+
+
+def fraction_log(path: Path, fraction: str, gib: str, tokens: str, device: str = "") -> Path:
+    free = f"Free memory on device cuda:0 (110.04/{device} GiB) on startup."
+    args = f"non-default args: {{'max_model_len': 4096, 'gpu_memory_utilization': {fraction}}}\n"
+    concurrency = f"{int(tokens.replace(',', '')) / 4096:.2f}"
+    after = f"{free} Desired GPU memory utilization is ({fraction}, 47.88 GiB).\n" if device else ""
+    path.write_text(args + AVAILABLE.format(gib) + ONE_LINE.format(tokens, concurrency) + after, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device", "stated", "shift"),
+    [
+        ("119.7", (), 11.97),
+        ("", ("--memory", "119.7"), 11.97),
+        ("119.7", ("--fractions", "0.30,0.50"), 23.94),
+        ("", (), None),
+    ],
+)
+def test_the_shift_of_two_fractions_stands_beside_the_two_readings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str, stated: tuple[str, ...], shift: float | None
+) -> None:
+    logs = (fraction_log(tmp_path / "a.log", "0.3", "28.0", "203,888", device),
+            fraction_log(tmp_path / "b.log", "0.4", "39.9", "290,544", device))  # fmt: skip
+    command = ["--check-log", *map(str, logs), "--kv-type", "auto", *stated]
+    assert sa.main([*command, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["fractions"]
+    assert facts["available_gib"] == [28.0, 39.9] and facts["logged_shift_gib"] == pytest.approx(11.9)
+    assert facts["predicted_shift_gib"] == (pytest.approx(shift) if shift else None)
+    assert sa.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "logged 28.00 -> 39.90 GiB = +11.90 GiB" in shown and shown.endswith("agrees with the prediction\n")
+    assert ("predicted (0.4 - 0.3) x 119.70 GiB = +11.97 GiB" in shown) == (shift == 11.97)
+
+
+def test_a_cache_set_in_bytes_has_no_shift(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(RESERVED.format("11.25") + ONE_LINE.format("81,920", "20.00"), encoding="utf-8")
+    assert sa.main(["--check-log", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "there is no shift to compare" in capsys.readouterr().out
 
 
 def test_a_stated_pool_is_exact(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -375,16 +491,10 @@ def test_a_stated_pool_is_exact(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert code == 1 and rows["pool"]["agrees"] is False
 
 
-def test_another_type_or_block_size_is_guessed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    log = RESERVED.format("5.62") + ONE_LINE.format("40,960", "10.00")
-    code, rows = check(capsys, tmp_path, log, "--kv-type", "fp8", "--available-kv", "5.625")
-    assert code == 1 and any("those of cache type bf16 with blocks of 16" in note for note in rows["notes"])
-
-
 def test_larger_blocks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = AVAILABLE.format("7.0") + ONE_LINE.format("50,944", "12.44")
     code, rows = check(capsys, tmp_path, log, "--block-size", 128, "--available-kv", 7)
-    assert code == 0 and rows["figures"]["predicted_blocks"] == [398, 398]
+    assert code == 0 and any("= 398" in note for note in rows["notes"])
     assert check(capsys, tmp_path, log, "--available-kv", 7)[0] == 1
 
 
@@ -501,7 +611,7 @@ def test_the_text_says_the_verdict_last(capsys: pytest.CaptureFixture[str], tmp_
     )
     assert sa.main(["--check-log", str(path), "--slots", "8"]) == 1
     shown = capsys.readouterr().out
-    assert shown.endswith("differs: slots, KV cache, keys, values: another configuration than predicted\n")
+    assert "\ndiffers: slots, KV cache, keys, values: does not match the prediction: check slots, context, " in shown
 
 
 @settings(max_examples=200, deadline=None)
@@ -518,4 +628,4 @@ def test_no_order_of_lines_ends_in_a_traceback(tmp_path_factory: pytest.TempPath
         shown, code = sa.run(sa.parse_options(options))
     except sa.UsageError:
         return
-    assert code in (0, 1) and shown
+    assert code == ("DIFFERS" in shown)
