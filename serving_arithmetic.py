@@ -31,6 +31,11 @@ or a file that cannot be read; 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C, not even during the imports below
+
 import argparse
 import contextlib
 import json
@@ -1821,11 +1826,6 @@ def analyser() -> ModuleType:
     return summarise_load
 
 
-def median(level: Any, path: str) -> float | None:
-    value: float | None = (getattr(level, "median", None) or level.figure)(path)
-    return value
-
-
 def measured_document(options: Options) -> Document:
     """A label's levels beside what moving the bytes of each step takes, for each machine."""
     summary, model, path, label = analyser(), options.model, options.measured or "", options.label or ""
@@ -1836,12 +1836,14 @@ def measured_document(options: Options) -> Document:
         raise UsageError(str(error)) from None
     except summary.ResultError as error:
         raise ResultError(str(error)) from None
+    left_out = [f"c={level.c} left out: {level.left_out}" for level in curve.levels if level.left_out]
     if not curve.usable:
-        raise ResultError(f"label {label!r} in {path} has no level with a completed request")
+        raise ResultError(f"label {label!r} in {path} has no level to compare: {', '.join(left_out)}")
     quant = str(curve.settings.get("quant") or "unknown")
     weights, weights_from = measured_weights(model, quant)
     kv_type, kv_type_from = measured_kv_type(options, quant)
-    notes = list(model.notes)
+    remarks = sorted([*notebook.damaged, *notebook.unknown])
+    notes = [f"line {remark.line} left out: {remark.text}" for remark in remarks] + [*curve.remarks, *left_out]
     if model.quant and quant.partition(",")[0].strip().upper() != model.quant:
         notes.append(f"the GGUF's weights are {model.quant}, the record's quant is {plain(quant)}")
     levels = [level_facts(model, weights, kv_type, curve, level) for level in curve.usable]
@@ -1887,9 +1889,9 @@ def level_facts(model: Model, weights: Weights, kv_type: str, curve: Any, level:
     """One level as measured, and the bytes of its step: n = min(c, slots) sequences decode together, each with the
     mean prompt and half of the mean output in its cache."""
     n = level.c if curve.slots is None else min(level.c, curve.slots)
-    completed, prompt = median(level, "completed"), median(level, "prompt_tokens_mean") or 0.0
-    output = (median(level, "output_tokens") or 0.0) / completed if completed else 0.0
-    tpot_s = median(level, "tpot_s.p50")
+    completed, prompt = level.median("completed"), level.median("prompt_tokens_mean") or 0.0
+    output = (level.median("output_tokens") or 0.0) / completed if completed else 0.0
+    tpot_s = level.median("tpot_s.p50")
     context = prompt + output / 2
     moved = step_bytes(model, weights, n, context, kv_type)
     if not moved.total > 0:
@@ -1899,13 +1901,15 @@ def level_facts(model: Model, weights: Weights, kv_type: str, curve: Any, level:
         "step_bytes": {"weights": moved.weights, "cache": moved.cache, "state": moved.state, "total": moved.total},
         "short_step_bytes": step_bytes(model, weights, n, SHORT_CONTEXT, kv_type).total,
         "tpot_ms": 1000.0 * tpot_s if tpot_s is not None else None,
-        "output_tokens_per_s": median(level, "output_tokens_per_s"),
+        "output_tokens_per_s": level.median("output_tokens_per_s"),
     }  # fmt: skip
 
 
 def line_facts(fit: Any) -> Document | None:
     """A fitted line of summarise_load as a and b, None where there is none."""
-    return None if fit is None else {"a_ms": fit.a_ms, "b_ms": fit.b_ms, "levels": list(fit.levels)}
+    if fit is None:
+        return None
+    return {"a_ms": fit.a_ms, "b_ms": fit.b_ms, "levels": list(fit.levels), "largest_residual": fit.largest_residual}
 
 
 def machine_facts(summary: ModuleType, curve: Any, machine: Machine, levels: Sequence[Document]) -> Document:
@@ -1924,7 +1928,7 @@ def machine_facts(summary: ModuleType, curve: Any, machine: Machine, levels: Seq
         })  # fmt: skip
     fitted = curve.fit.levels if curve.fit else [row["c"] for row in rows if row["c"] == row["n"]]
     points = [(row["c"], row["predicted_tpot_ms"]) for row in rows if row["c"] in fitted]
-    line = (getattr(summary, "fit_line", None) or summary.fit_tpot)(points)
+    line = summary.fit_line(points)
     knee = summary.find_knee([(row["c"], row["ceiling_tokens_per_s"]) for row in rows])
     return {
         "machine": machine.name, "bandwidth_gb_per_s": machine.bandwidth_gb_per_s, "levels": rows,
@@ -2197,17 +2201,18 @@ def measured_text(document: Document) -> str:
     lines.append(f"knee: {knee_text(document['knee_between'])}")
     point = document["operating_point"]
     lines.append(f"operating point: {'none' if point is None else f'c={point}'} (no failure, both p90s within the SLO)")
-    lines += [f"note: {note}" for note in document["notes"] if note not in document["model"]["notes"]]
+    lines += [f"note: {plain(note)}" for note in document["notes"]]
     return "\n".join(lines) + "\n"
 
 
 def line_text(line: Document) -> str:
-    """A fitted line.
+    """A fitted line, and by how much of a level's TPOT it misses it at most.
 
-    >>> line_text({"a_ms": 20, "b_ms": 1.5}), line_text({"a_ms": 20, "b_ms": -0.5})
-    ('TPOT p50 ~ 20.00 ms + 1.500 ms x c', 'TPOT p50 ~ 20.00 ms - 0.500 ms x c')
+    >>> line_text({"a_ms": 20, "b_ms": -0.5, "largest_residual": 0.031})
+    'TPOT p50 ~ 20.00 ms - 0.500 ms x c (largest residual 3.1 %)'
     """
-    return f"TPOT p50 ~ {line['a_ms']:.2f} ms {'-' if line['b_ms'] < 0 else '+'} {abs(line['b_ms']):.3f} ms x c"
+    sign, residual = "-" if line["b_ms"] < 0 else "+", percent(line["largest_residual"])
+    return f"TPOT p50 ~ {line['a_ms']:.2f} ms {sign} {abs(line['b_ms']):.3f} ms x c (largest residual {residual})"
 
 
 def knee_text(knee: Sequence[int] | None) -> str:

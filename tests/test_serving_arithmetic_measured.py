@@ -85,7 +85,7 @@ def test_each_level_beside_the_limit_of_the_bandwidth(capsys: pytest.CaptureFixt
     assert shown.document["knee_between"] == [5, 10] and shown.document["operating_point"] == 20
     for part in (
         "Fitted to TPOT p50 at c = 1, 5, 10, 20: TPOT p50 ~ 20.00 ms + 1.500 ms x c",
-        "predicted TPOT p50 ~ 17.11 ms + 0.054 ms x c; fitted / predicted: a 1.17, b 27.77",
+        "predicted TPOT p50 ~ 17.11 ms + 0.054 ms x c (largest residual 0.0 %); fitted / predicted: a 1.17, b 27.77",
         "for the record's quant Q4_K_M", "knee: between c=5 and c=10", "operating point: c=20",
     ):  # fmt: skip
         assert part in shown.text
@@ -174,6 +174,14 @@ def test_weights_and_cache_type_are_the_records(
     assert (stated["weights"]["total_bytes"], stated["kv_type"]) == (1000, "q4_0")
 
 
+def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = notebook(tmp_path, *map(level, LEVELS), level(40, interrupted=True))
+    path.write_text(path.read_text("utf-8") + json.dumps(level(60))[:-9] + "\n", encoding="utf-8")
+    shown = Shown(capsys, path, "--bandwidth", 273)
+    assert shown.rows("c") == list(LEVELS) and "note: c=40 left out: interrupted" in shown.text
+    assert "note: line 6 left out: " in shown.text
+
+
 @pytest.mark.parametrize("quant", ["unknown", None, "Q8_0", "UD-Q4_K_XL", "AWQ-Marlin", "none"])
 def test_no_weight_is_assumed_of_another_quant(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, quant: str | None
@@ -188,7 +196,12 @@ def test_no_weight_is_assumed_of_another_quant(
     [
         ([], (), 1, "labbook.md"),
         ([level(1, label="other")], (), 1, "other"),
-        ([level(1, completed=0, output_tokens=0)], (), 1, "no level with a completed request"),
+        (
+            [level(1, completed=0, output_tokens=0)],
+            (),
+            1,
+            "has no level to compare: c=1 left out: no completed request",
+        ),
         ([level(1)], ("--kv-type", "f16,q8_0"), 2, "one type here"),
         ([level(1, quant="AWQ, KV int4")], (), 2, "names the cache type int4, not known here; state --kv-type"),
         ([level(1)], ("--layers", 1, "--kv-heads", 1, "--head-dim", 1), 2, "needs the weights"),
