@@ -2572,8 +2572,15 @@ def parse_levels(text: str) -> tuple[int, ...]:
     return levels
 
 
-def parse_label(text: str) -> str:
+def parse_text(text: str) -> str:
+    """A text as UTF-8 even where the locale is not, and so could not decode it."""
+    broken = any("\udc80" <= char <= "\udcff" for char in text)
+    return os.fsencode(text).decode("utf-8", "replace") if broken else text
+
+
+def parse_label(given: str) -> str:
     """A label is one word: other tools take it as the first word of a line."""
+    text = parse_text(given)
     if not text or any(char.isspace() or not char.isprintable() for char in text):
         raise argparse.ArgumentTypeError(f"{text!r} is not one printable word")
     if text.startswith("-"):
@@ -2593,11 +2600,13 @@ def parse_header(text: str) -> tuple[str, str]:
     return name, value.strip()
 
 
+RENAMED_FIELDS = ("max_tokens", "temperature", "stream_options")  # those that some servers refuse
+MAX_FIELD = "max_completion_tokens"  # what newer servers call max_tokens
 OWN_FIELDS = {
     "model": "--model",
     "messages": "--prompts",
     "max_tokens": "--max-tokens",
-    "max_completion_tokens": "--max-tokens",
+    MAX_FIELD: "--max-tokens",
     "n_predict": "--max-tokens",
     "temperature": "--temperature",
     "stream": "nothing: streaming is what is measured",
@@ -2631,7 +2640,27 @@ def parse_extra_body(text: str) -> dict[str, Any]:
     for name in body:
         if name in OWN_FIELDS:
             raise argparse.ArgumentTypeError(f"{name!r} has no place there; use {OWN_FIELDS[name]}")
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise argparse.ArgumentTypeError(f"{name!r} above 1: several answers a request are not what is measured")
     return body
+
+
+def parse_renaming(text: str) -> tuple[str, str | None]:
+    """One of our own fields and what it is called instead; None: it is left out."""
+    old, equals, new = text.partition("=")
+    if (
+        old not in RENAMED_FIELDS
+        or not equals
+        or not re.fullmatch(r"\w*", new)
+        or new in OWN_FIELDS.keys() - {MAX_FIELD}
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not FIELD=NAME, with one of {', '.join(RENAMED_FIELDS)} as FIELD"
+        )
+    if old == "max_tokens" and not new:
+        raise argparse.ArgumentTypeError("max_tokens may be renamed, not left out: answers would have no limit")
+    return old, new or None
 
 
 def _option(spec: str, default: Any, what: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
@@ -2657,16 +2686,28 @@ class Options:
     base_url: str = _option(
         "--base-url URL", "http://127.0.0.1:8000/v1", "with or without /v1", group="the server and what it is sent"
     )
-    model: str | None = _option("--model NAME", None, "model name to send (default: the single one of /v1/models)")
+    model: str | None = _option(
+        "--model NAME", None, "model name to send (default: the single one of /v1/models)", parse_text
+    )
     max_tokens: int = _option("--max-tokens N", 128, "output limit of a request", _count)
-    temperature: float = _option("--temperature T", 0.0, "for sampling", _number(float, "a number of at least 0", 0))
+    temperature: float | None = _option(
+        "--temperature T", 0.0, "for sampling", _number(float, "a number of at least 0", 0)
+    )
     extra_body: Mapping[str, Any] | None = _option(
         "--extra-body JSON", None, "object merged into every request", parse_extra_body
     )
+    rename_field: Sequence[tuple[str, str | None]] = _option(
+        "--rename-field FIELD=[NAME]",
+        (),
+        "send max_tokens, temperature or stream_options under another name, or without NAME not at all: for servers "
+        f"that refuse it, as in max_tokens={MAX_FIELD}",
+        parse_renaming,
+        action="append",
+    )
     no_thinking: bool = _option("--no-thinking", False, "ask the chat template for an answer without reasoning")
-    header: Sequence[tuple[str, str]] | None = _option(
+    header: Sequence[tuple[str, str]] = _option(
         "--header 'NAME: VALUE'",
-        None,
+        (),
         "further request header; its value is blanked out of all output where the name looks like a secret's "
         f"(auth, key, token ...) or the value has at least {SECRET_CHARS} characters",
         parse_header,
@@ -2696,10 +2737,10 @@ class Options:
     label: str = _option(
         "--label NAME", "run", "name of the sweep, one word", parse_label, group="what the record says of the server"
     )
-    engine: str = _option("--engine NAME", "unknown", "llama.cpp, vllm, mlx-lm ...")
-    engine_version: str = _option("--engine-version TEXT", "unknown", "its version")
-    host: str = _option("--host-desc TEXT", "unknown", "the machine")
-    quant: str = _option("--quant TEXT", "unknown", "weights and cache format")
+    engine: str = _option("--engine NAME", "unknown", "llama.cpp, vllm, mlx-lm ...", parse_text)
+    engine_version: str = _option("--engine-version TEXT", "unknown", "its version", parse_text)
+    host: str = _option("--host-desc TEXT", "unknown", "the machine", parse_text)
+    quant: str = _option("--quant TEXT", "unknown", "weights and cache format", parse_text)
     context_length: int | None = _option("--context-length N", 0, "tokens per sequence; 0: unknown", _count_or_0)
     server_slots: int | None = _option("--server-slots N", 0, "sequences at a time; 0: unknown", _count_or_0)
     slo_ttft_s: float = _option("--slo-ttft S", 2.0, "SLO for TTFT", _seconds)
@@ -2759,7 +2800,8 @@ def build_parser() -> _Parser:
             settings = dict(field.metadata)
             if "group" in settings:
                 group = parser.add_argument_group(settings.pop("group"))
-            group.add_argument(settings.pop("flag"), dest=field.name, default=field.default, **settings)
+            default = list(field.default) if field.default == () else field.default  # argparse appends to a copy
+            group.add_argument(settings.pop("flag"), dest=field.name, default=default, **settings)
     parser.add_argument("--version", action="version", version=f"load_test.py {TOOL_VERSION}")
     return parser
 
@@ -2829,7 +2871,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     if args.raw is not None and same_file(args.raw, args.labbook):
         raise UsageError(f"--raw {args.raw}: is the notebook itself; name another file")
     target = parse_base_url(args.base_url)
-    headers, hidden = all_headers(target, args.base_url, args.header or (), read_key(args.api_key_env))
+    headers, hidden = all_headers(target, args.base_url, args.header, read_key(args.api_key_env))
     own = args.prompts_file
     prompts = None if own is None else read_prompts(own)
     args.prompt_set = args.prompt_set or ("mixed" if own is None else f"file:{os.path.basename(own)}")
@@ -2839,7 +2881,16 @@ def parse_options(argv: Sequence[str] | None) -> Options:
         template = extra.get("chat_template_kwargs")
         template = template if isinstance(template, dict) else {}
         args.extra_body = {**extra, "chat_template_kwargs": {**template, "enable_thinking": False}}
-    return Options(target=target, headers=headers, secrets=hidden, prompts=prompts, **vars(args))
+    if "temperature" in dict(args.rename_field) and dict(args.rename_field)["temperature"] is None:
+        args.temperature = None
+    options = Options(target=target, headers=headers, secrets=hidden, prompts=prompts, **vars(args))
+    for concurrency in () if options.probe else options.concurrency:
+        if options.requests_at(concurrency) < concurrency:
+            raise UsageError(
+                f"--concurrency {concurrency} with --requests {options.requests}: that level would never be filled; "
+                "--min-rounds 4 gives it four requests for each worker"
+            )
+    return options
 
 
 # ---------------------------------------------------------------- printing
@@ -2942,6 +2993,10 @@ class Service:
             "stream_options": {"include_usage": True},
             **(options.extra_body or {}),
         }
+        for field, name in options.rename_field:
+            value = body.pop(field, None)
+            if name is not None:
+                body[name] = value
         target = self.route.target
         return request_bytes(target, "POST", target.chat_path, self.route.headers, json.dumps(body).encode("utf-8"))
 
@@ -3186,6 +3241,7 @@ async def null_server() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    os._exit(EXIT_OK)  # whatever is being answered: nobody reads it any more
 
 
 # ---------------------------------------------------------------- the load

@@ -353,7 +353,8 @@ class Result:
 
 def arguments(folder: Path, base_url: str, *args: object) -> list[str]:
     """A command line with small defaults; a later option wins over these."""
-    small = ["--model", "fake", "--warmup", "0", "--concurrency", "1", "--requests", "1", "--timeout", "20"]
+    small = ["--model", "fake", "--warmup", "0", "--concurrency", "1", "--requests", "1", "--min-rounds", "1"]
+    small += ["--timeout", "20"]
     files = ["--labbook", str(folder / "book.md"), "--raw", str(folder / "raw.jsonl")]
     return ["--base-url", base_url, *small, *files, *map(str, args)]
 

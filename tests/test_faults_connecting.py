@@ -268,6 +268,7 @@ def test_a_soft_limit_is_raised(tmp_path: Path) -> None:
         with Running(tmp_path, argv, prefix=["bash", "-c", 'ulimit -Sn 32; exec "$0" "$@"']) as running:
             result = running.finish()
     assert result.code == 0 and result.levels[0]["completed"] == 64
+    assert "open files: limit raised from 32 to 96" in result.out
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])

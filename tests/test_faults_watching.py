@@ -60,6 +60,14 @@ def test_a_server_that_still_loads_is_waited_for(status: str, tmp_path: Path) ->
     assert result.levels[0]["wall_s"] < waited_s  # the wait is in no time of the level's
 
 
+def test_a_model_whose_first_tokens_carry_no_text_is_ready(tmp_path: Path) -> None:
+    """Two tokens of hidden thoughts, or of a tool call's frame: the stream ends in order, without text."""
+    silent = CHUNKED + chunk(delta(finish="length") + usage(5, 2) + DONE) + LAST_CHUNK
+    with FakeServer(lambda request: [silent] if request.is_warm_up else [whole_stream()]) as server:
+        result = load(server, tmp_path, "--wait-ready", 20)
+    assert result.code == 0 and result.err == "" and len(server.requests) == 2
+
+
 def test_a_server_that_never_comes_is_waited_for_only_so_long(free_port: int, tmp_path: Path) -> None:
     result = load(f"http://127.0.0.1:{free_port}", tmp_path, "--wait-ready", "0.3")
     line = one_line(result)
@@ -301,9 +309,10 @@ def test_without_sampling_nobody_is_asked(tmp_path: Path) -> None:
     assert all(request.is_chat for request in server.requests) and result.levels[0]["server"] is None
 
 
-def test_figures_of_several_engines_in_one_text_are_added() -> None:
+def test_counts_of_several_engines_in_one_text_are_added_and_ratios_are_not() -> None:
     text = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0 1700000000\n'
-    assert load_test.parse_metrics(text + "vllm:gpu_cache_usage_perc 0.5\n") == {"running": 7.0, "cache_usage": 0.5}
+    text += 'vllm:gpu_cache_usage_perc{engine="0"} 0.5\nvllm:gpu_cache_usage_perc{engine="1"} 0.8\n'
+    assert load_test.parse_metrics(text) == {"running": 7.0, "cache_usage": 0.8}
 
 
 def test_metrics_that_no_server_can_mean() -> None:
@@ -343,7 +352,7 @@ def test_an_extra_that_fails_costs_no_level_its_line(
     monkeypatch.setattr(load_test, broken, fail)
     with FakeServer(lambda request: [whole_stream()] if request.is_chat else [NOT_FOUND]) as server:
         result = load(server, tmp_path, "--sample", "10", "--concurrency", "1,2")
-    assert result.code == 0 and [record["completed"] for record in result.levels] == [1, 1]
+    assert result.code == 0 and [record["completed"] for record in result.levels] == [1, 2]
     assert result.err.count("left out (OverflowError: as if a server had found a hole)") == 2
 
 

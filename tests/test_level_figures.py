@@ -21,6 +21,7 @@ from fake_server import (
     Step,
     chunk,
     delta,
+    event,
     load,
     plain,
     usage,
@@ -249,6 +250,66 @@ def test_cached_tokens_stand_beside_the_prompts_that_were_counted() -> None:
 def test_a_success_without_a_finish_reason_counts_as_none() -> None:
     requests = [OK, dataclasses.replace(OK, finish=None), dataclasses.replace(OK, finish="tool_calls")]
     assert figures(requests)["finish_reasons"] == {"length": 1, "none": 1, "tool_calls": 1}
+
+
+def test_names_that_a_hostile_server_makes_up_are_counted_together() -> None:
+    requests = [dataclasses.replace(OK, finish=f"reason {number}") for number in range(50)] + [OK, OK]
+    reasons = figures(requests)["finish_reasons"]
+    assert len(reasons) == load_test.MOST_NAMES + 1 and sum(reasons.values()) == 52
+    assert reasons["length"] == 2 and reasons["(other names)"] == 50 - load_test.MOST_NAMES + 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "deltas", "expected"),
+    [([5, 5], [5, 5], 1.0), ([8, 8], [2, 2], 4.0), ([9, 1], [1, 1], 5.0), ([], [], None)],
+)
+def test_tokens_per_delta(tokens: list[int], deltas: list[int], expected: float | None) -> None:
+    requests = [dataclasses.replace(OK, output_tokens=n, deltas=d) for n, d in zip(tokens, deltas)]
+    assert figures(requests or [FAILED])["tokens_per_delta"] == expected
+
+
+def test_drift_is_the_median_of_the_first_and_of_the_last_third_by_start() -> None:
+    """An engine that slows from 7.4 to 15.7 ms; the order of the records is not that of the starts."""
+    tpots = [0.0074] * 12 + [0.011] * 13 + [0.0157] * 12
+    requests = [dataclasses.replace(OK, started_s=float(n), tpot_s=tpot) for n, tpot in enumerate(tpots)]
+    assert figures(requests[::-1])["drift"] == {"tpot_first_third_s": 0.0074, "tpot_last_third_s": 0.0157}
+    assert figures(requests[:35])["drift"] is None  # eleven a third
+    failures = [dataclasses.replace(FAILED, started_s=0.5)] * 12
+    assert figures([*failures, *requests])["drift"] == figures(requests)["drift"]
+
+
+# ---------------------------------------------------------------- which model answered
+
+ANSWERED: list[tuple[str, list[str], dict[str, int], bool]] = [  # asked for, known aliases, named by responses; said?
+    ("m", [], {}, False),
+    ("m", [], {"m": 9}, False),
+    ("org/m", [], {"m": 9}, False),
+    ("m", [], {"/models/m": 9}, False),
+    ("m", ["m-v2"], {"m-v2": 9}, False),
+    ("m", [], {"m-v2": 9}, True),
+    ("m", [], {"m": 5, "small": 4}, True),
+    ("m", ["small"], {"m": 5, "small": 4}, True),
+]
+
+
+@pytest.mark.parametrize(("asked", "aliases", "named", "said"), ANSWERED)
+def test_another_model_than_asked_for_is_said(
+    asked: str, aliases: list[str], named: dict[str, int], said: bool
+) -> None:
+    line = load_test.models_line({"model": asked, "models": named}, aliases)
+    assert (line is not None) == said
+    assert line is None or all(f"{name} {count}" in line for name, count in named.items())
+
+
+def test_a_router_that_falls_back_is_said_and_recorded(tmp_path: Path) -> None:
+    def answer(request: Request) -> list[Step]:
+        named = event({"model": ("big", "small")[request.number % 2], "choices": []})
+        return [CHUNKED + chunk(named + delta("a", finish="stop") + usage(3, 1) + DONE) + LAST_CHUNK]
+
+    with FakeServer(answer) as server:
+        result = load(server, tmp_path, "--requests", 4, "--model", "big")
+    assert result.levels[0]["models"] == {"big": 2, "small": 2}
+    assert "answered by big 2, small 2, asked for big" in result.out
 
 
 # ---------------------------------------------------------------- from deltas

@@ -78,7 +78,8 @@ DEFAULTS: dict[str, Any] = {  # those of the lab's published commands, which mus
     "--labbook": "labbook.md",
     "--raw": None,
     "--extra-body": None,
-    "--header": None,
+    "--rename-field": [],
+    "--header": [],
     "--sample": None,
     "--wait-ready": None,
     "--repeat": 1,
@@ -163,6 +164,11 @@ WRONG: dict[str, list[str]] = {
         *('{"a": ' + "[" * 100 + "]" * 100 + "}", '{"a":' * 20000 + "1" + "}" * 20000),
         *('{"model": "x"}', '{"stream": false}', '{"stream_options": {}}', '{"messages": []}', '{"max_tokens": 5}'),
         *('{"max_completion_tokens": 5}', '{"n_predict": 5}', '{"x": ' + "9" * 400 + "}"),
+        *('{"n": 2}', '{"best_of": 3}', '{"n": "2"}'),
+    ],
+    "--rename-field": [
+        *("", "max_tokens", "max_tokens=", "model=x", "messages=", "stream=", "x=y", "=y", "temperature=two words"),
+        *("temperature=model", "stream_options=messages", "max_tokens=stream"),
     ],
     "--header": [
         *("", "no colon", ": no name", "a b: c", "X: line\r\nInjected: 1", "X: \x00", "X: snowman \u2603", "Ü: x"),
@@ -302,6 +308,26 @@ def test_extra_body_is_merged_and_recorded(tmp_path: Path) -> None:
     sent = {key: value for key, value in server.chats[0].doc.items() if key in extra}
     expected = {**extra, "chat_template_kwargs": {"a": 1, "enable_thinking": False}}
     assert sent == expected == result.levels[0]["extra_body"]
+
+
+RENAMINGS: list[tuple[list[str], dict[str, Any], float | None]] = [  # what is given, what goes out, the record
+    (["max_tokens=max_completion_tokens"], {"max_completion_tokens": 128, "temperature": 0.0}, 0.0),
+    (["stream_options="], {"max_tokens": 128, "temperature": 0.0}, 0.0),
+    (["temperature="], {"max_tokens": 128}, None),
+    (["temperature=", "max_tokens=n_out", "stream_options="], {"n_out": 128}, None),
+]
+
+
+@pytest.mark.parametrize(("given", "sent", "recorded"), RENAMINGS)
+def test_fields_that_a_server_refuses_go_by_another_name_or_not_at_all(
+    given: list[str], sent: dict[str, Any], recorded: float | None, tmp_path: Path
+) -> None:
+    with FakeServer(HEALTHY) as server:
+        result = load(server, tmp_path, *(part for one in given for part in ("--rename-field", one)))
+    fields = server.chats[0].doc
+    own = {"model", "messages", "stream"} | (set() if "stream_options=" in given else {"stream_options"})
+    assert {name: value for name, value in fields.items() if name not in own} == sent and own <= set(fields)
+    assert (result.levels[0]["temperature"], result.levels[0]["max_tokens"]) == (recorded, 128)
 
 
 def test_no_thinking_is_the_published_example_spelled_out(tmp_path: Path) -> None:
@@ -589,6 +615,42 @@ def test_stop_at_slo(tmp_path: Path) -> None:
         assert one.levels[0]["within_slo"] == 0 and "outside the SLO" in one.out
         two = load(server, tmp_path, "--concurrency", "1,2", "--stop-at-slo", "--slo-ttft", 60, "--slo-tpot", 60)
         assert [record["concurrency"] for record in two.levels[2:]] == [1, 2]
+
+
+UNFILLED = [  # options -> the level that would never be filled, or None
+    (["--concurrency", "1,40", "--requests", 39], 40),
+    (["--concurrency", "1,40", "--requests", 40], None),
+    (["--concurrency", "1,40", "--requests", 1, "--min-rounds", 1], None),
+    (["--concurrency", "64", "--requests", 1, "--probe"], None),
+]
+
+
+@pytest.mark.parametrize(("args", "level"), UNFILLED)
+def test_fewer_requests_than_workers_are_refused(args: list[object], level: int | None) -> None:
+    argv = [*map(str, args), "--labbook", "book.md"]
+    if level is None:
+        assert load_test.parse_options(argv)
+        return
+    with pytest.raises(load_test.UsageError, match=f"--concurrency {level} with --requests 39.*--min-rounds"):
+        load_test.parse_options(argv)
+
+
+@pytest.mark.parametrize(("requests", "said"), [(4, True), (7, True), (8, False)])
+def test_under_two_rounds_is_said_at_the_level(requests: int, said: bool, tmp_path: Path) -> None:
+    with FakeServer(HEALTHY) as server:
+        result = load(server, tmp_path, "--concurrency", 4, "--requests", requests)
+    assert (f"under two rounds ({requests} requests for 4 workers)" in result.out) == said
+
+
+@pytest.mark.parametrize("option", ["--label", "--engine", "--host-desc", "--model"])
+def test_a_locale_that_cannot_decode_a_text_does_not_spoil_it(option: str, tmp_path: Path) -> None:
+    with FakeServer(HEALTHY) as server:
+        argv = arguments(tmp_path, server.base_url, option, "größe-你")
+        env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        with Running(tmp_path, argv, env=env) as running:
+            result = running.finish()
+    field = {"--host-desc": "host"}.get(option, option[2:])
+    assert result.code == 0 and result.levels[0][field] == "größe-你"
 
 
 def test_a_level_without_one_success_ends_the_ladder(tmp_path: Path) -> None:
