@@ -463,6 +463,7 @@ figure { margin: 1.5rem 0; } svg { display: block; width: 100%; height: auto; } 
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem; overflow-wrap: normal; }
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid var(--rule); text-align: right; }
 th:first-child, td:first-child, .words th, .words td { text-align: left; vertical-align: top; }
+.figures th, .figures td { padding: 0.25rem 0.4rem; }
 figcaption, .soft { color: var(--soft); font-size: 0.9rem; }
 @media print { body { margin: 0; max-width: none; } section, figure { break-inside: avoid; } }
 """
@@ -573,9 +574,17 @@ def derived_lines(curve: dict[str, Any]) -> list[str]:
 
 
 def statement(one: dict[str, Any]) -> str:
-    words = clean(one.get("text") or one.get("evidence") or one.get("message") or "")
-    advice = one.get("advice") or one.get("try")
-    return f"{words}. <em>Try:</em> {clean(advice)}." if advice else words
+    advice = f". <em>Try:</em> {clean(one['advice'])}." if one.get("advice") else ""
+    return clean(one.get("text") or "") + advice
+
+
+def reading_section(curve: dict[str, Any], label: str) -> str:
+    """The shapes that the figures show, with what to try; then what else is to be known of them."""
+    shapes, notes = (
+        items(statement(one) for one in curve.get("statements") or [] if one.get("status") == status)
+        for status in ("READING", "NOTE")
+    )
+    return section(f"Reading of {label}", shapes, f'<div class="soft">{notes}</div>' if notes else "")
 
 
 def gpu_section(curve: dict[str, Any], label: str) -> str:
@@ -587,13 +596,12 @@ def gpu_section(curve: dict[str, Any], label: str) -> str:
 def comparison_section(document: dict[str, Any]) -> str:
     rows = [row for row in document.get("levels") or [] if dig(row, "output_tokens_per_s.ratio") is not None]
     verdicts = {True: "different", False: "no difference shown", None: "too few runs for a verdict"}
-    notes = [
-        statement(one) if isinstance(one, dict) else clean(one)
-        for key in ("statements", "notes")
-        for one in document.get(key) or []
-    ]
-    said = [f"c={clean(row['c'])}: {verdicts.get(dig(row, 'output_tokens_per_s.different'))}" for row in rows]
-    return section("Comparison (A first, B second)", figures_table(rows, RATIO_COLUMNS), items([*said, *notes]))
+    said = []
+    for verdict, words in verdicts.items():
+        levels = ",".join(clean(row["c"]) for row in rows if dig(row, "output_tokens_per_s.different") is verdict)
+        said += [f"c={levels}: {words}"] if levels else []
+    said += [statement(one) for one in document.get("statements") or []]
+    return section("Comparison (A first, B second)", figures_table(rows, RATIO_COLUMNS), items(said))
 
 
 def settings_section(curves: Sequence[dict[str, Any]]) -> str:
@@ -608,8 +616,7 @@ def settings_section(curves: Sequence[dict[str, Any]]) -> str:
 def check_section(check: Any) -> str:
     if not isinstance(check, dict):
         return ""
-    found = check.get("statements") or check.get("findings") or []
-    rows = [[clean(one.get("status")), clean(one.get("code") or one.get("rule")), statement(one)] for one in found]
+    rows = [[clean(one["status"]), clean(one["code"]), statement(one)] for one in check["statements"]]
     counts = f"<p>{check.get('pass')} pass, {check.get('warn')} warn, {check.get('fail')} fail</p>"
     return section("Check of the notebook", counts, table(["verdict", "rule", "finding"], rows, "words"))
 
@@ -631,8 +638,7 @@ def page(document: dict[str, Any]) -> str:
         derived = items(clean(words) for words in derived_lines(curve))
         parts.append(section(f"Levels of {label}", figures_table(curve["levels"], COLUMNS, counts=True), derived))
         parts.append(gpu_section(curve, label))
-        reading = items(statement(one) for one in curve.get("statements") or curve.get("readings") or [])
-        parts.append(section(f"Reading of {label}", reading))
+        parts.append(reading_section(curve, label))
     parts += [settings_section(curves), check_section(curves[0].get("check"))]
     parts.append(section("Method", f'<p class="soft">{clean(METHOD)}</p>'))
     return (

@@ -64,7 +64,7 @@ def curve(label: str = "worked-example", **changes: Any) -> dict[str, Any]:
         },
         "knee": {"between": [5, 10]},
         "operating_point": 20,
-        "statements": [{"code": "x", "status": "NOTE", "text": "a < b & more", "advice": "fewer"}],
+        "statements": [{"code": "x", "status": "READING", "text": "a < b & more", "advice": "fewer"}],
         "check": {"pass": 1, "warn": 0, "fail": 0, "statements": [{"status": "PASS", "code": "r", "text": "m"}]},
     }
     return {**document, **changes}
