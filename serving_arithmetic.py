@@ -246,7 +246,7 @@ def uniform_model(name: str, source: str, layers: int, kv_heads: int, head_dim: 
 # Qwen3-8B has 8,190,735,360 parameters, 622,329,856 of them (151,936 x 4,096) in the token embedding. The GGUF's bytes
 # are its tensor table's, the AWQ checkpoint's its headers'; AWQ keeps the embedding in 16 bits. MLX stores everything
 # but the 308,224 norm parameters in groups of 64: 4 bits each, a 16-bit scale and a 16-bit offset, so 4.5 bits each.
-LAB_FILE = "the lab's file"
+LAB_FILE, TENSOR_TABLE, STATED_BYTES = "the lab's file", "tensor table", "--weights-bytes"  # where weights come from
 LAB_WEIGHTS = {
     quant: Weights(name, LAB_FILE, total, (("token embedding", embedding),))
     for quant, name, total, embedding in (
@@ -265,13 +265,13 @@ def lab_model() -> Model:
 
 
 def lab_weights_of(quant: str) -> Weights:
-    """The lab's file for the `quant` of a record; what follows a comma there is not about the weights. Raises
-    UsageError for any other quant: no weight is assumed.
+    """The lab's file for the `quant` of a record, whatever cache type stands behind it. Raises UsageError for any
+    other quant: no weight is assumed.
 
     >>> lab_weights_of("Q4_K_M, KV q8_0").name, lab_weights_of("bf16").total_bytes
     ('Q4_K_M GGUF', 16381470720)
     """
-    weights = LAB_WEIGHTS.get(quant.partition(",")[0].strip().lower())
+    weights = LAB_WEIGHTS.get(re.sub(r", KV \w+$", "", quant).strip().lower())
     if weights is None:
         raise UsageError(
             f"the record's quant is {plain(repr(quant))}, and the lab's weights are known for Q4_K_M, AWQ, bf16 and "
@@ -1170,7 +1170,7 @@ def gguf_weights(gguf: Gguf, blocks: int, name: str) -> Weights:
             gguf.notes.append(EXPERTS_UNKNOWN)
         experts, count, mean_used = 0, 0, 0.0
     not_read = tuple((why, size) for why, size in reasons.items() if size)
-    return Weights(name, "tensor table", sum(tensors.values()), not_read, experts, count, mean_used)
+    return Weights(name, TENSOR_TABLE, sum(tensors.values()), not_read, experts, count, mean_used)
 
 
 # ------------------------------------------------------------------------------------------------------ log reading
@@ -1252,7 +1252,7 @@ class LlamaLog:
     def cpu_only(self) -> bool:
         """Whether the log names where its buffers are, and none is on a GPU: a CPU build prints no offload line."""
         devices = [device for kind in ("model", "KV") for device, _ in self.buffers.get(kind, [])]
-        return bool(devices) and all(device.startswith("CPU") for device in devices)
+        return bool(devices) and all(device.startswith(("CPU", "AMX")) for device in devices)
 
 
 @dataclass
@@ -1652,7 +1652,7 @@ def offload_rows(options: Options, log: LlamaLog) -> Iterator[Row]:
         on_gpu, layers = log.offloaded
         logged, how, complete = f"{on_gpu}/{layers}", "offloaded ... layers to GPU", on_gpu == layers
     elif log.cpu_only:
-        logged, how, complete = "none", "every buffer is the CPU's: a CPU build", False
+        logged, how, complete = "none", "every buffer is the CPU's", False
     else:
         return
     expected = options.cpu_expected and not complete
@@ -1703,16 +1703,15 @@ def cache_rows(model: Model, log: LlamaLog, keys: int, values: int, states: int)
 
 
 def buffer_rows(model: Model, log: LlamaLog) -> Iterator[Row]:
-    """Rows for the weights (judged by the tensors' size, where the file was stated) and for the buffers, which are
-    shown: a mapped file, a repacked or a tied matrix changes what they hold."""
+    """Rows for the weights (judged by the tensors' size, where a GGUF or the size was stated) and for the buffers,
+    which are shown: a mapped file, a repacked or a tied matrix changes what they hold."""
     weights = model.weights[0] if model.weights else None
     if log.file_size is not None:
         predicted, agrees = "not stated", None
-        if weights is not None:
-            size = weights.total_bytes / log.file_unit
-            within = abs(size - log.file_size.value) <= log.file_size.half + 1e-9
-            agrees = within if within or weights.source != LAB_FILE else None
-            predicted = size_text(weights.total_bytes) if agrees is not None else "not stated"
+        if weights is not None and weights.source in (TENSOR_TABLE, STATED_BYTES, LAB_FILE):
+            within = abs(weights.total_bytes / log.file_unit - log.file_size.value) <= log.file_size.half + 1e-9
+            if within or weights.source != LAB_FILE:  # the lab's file is a default: another one is no difference
+                predicted, agrees = size_text(weights.total_bytes), within
         yield Row("weights", predicted, size_text(log.file_size.value * log.file_unit), agrees, "file size")
     for kind in ("model", "KV", "compute"):
         found = log.buffers.get(kind, [])
@@ -1844,6 +1843,9 @@ def measured_document(options: Options) -> Document:
     kv_type, kv_type_from = measured_kv_type(options, quant)
     remarks = sorted([*notebook.damaged, *notebook.unknown])
     notes = [f"line {remark.line} left out: {remark.text}" for remark in remarks] + [*curve.remarks, *left_out]
+    named = str(curve.settings.get("model") or "unknown")
+    if model.source == LAB_SOURCE and named != "local-chat" and model.name.lower() not in named.lower():
+        notes.append(f"the record's model is {named}; predicted for the lab's {model.name}, as none is stated")
     if model.quant and quant.partition(",")[0].strip().upper() != model.quant:
         notes.append(f"the GGUF's weights are {model.quant}, the record's quant is {plain(quant)}")
     levels = [level_facts(model, weights, kv_type, curve, level) for level in curve.usable]
@@ -2190,7 +2192,8 @@ def measured_text(document: Document) -> str:
     lines.append("  n = min(c, slots) sequences decode together; context = mean prompt + half of the mean output")
     lines.append("  step = weight bytes that n tokens touch + n x cache of one context (+ n x 2 x recurrent state); "
                  "TPOT = step / bandwidth")  # fmt: skip
-    lines.append("  MBU = predicted / measured TPOT p50; tok/s = n / TPOT, share = measured output tok/s / that")
+    lines.append("  MBU = predicted / measured TPOT p50; tok/s = n / TPOT, ctx 100 = the same at context 100, "
+                 "share = measured output tok/s / either")  # fmt: skip
     fitted = document["fitted"]
     if fitted is None:
         lines.append("Fitted: not possible: it needs a TPOT at two different levels")
@@ -2262,7 +2265,10 @@ def growth_lines(growth: Document | None, bandwidth: float) -> list[str]:
         return [text, f"  nothing to explain: it did not grow by {FLAT:.0%} of the step at c={growth['from_c']}"]
     if growth["reason"] != "beyond":
         return [text, f"  mostly bytes read, {100 * share:.0f} % of it; the largest part: {names[growth['reason']]}"]
-    beyond = "arithmetic, kernel launches, sampling or a bandwidth that is not reached; one curve cannot tell which"
+    beyond = (
+        "arithmetic, other requests' prefills, kernel launches, sampling or a bandwidth that is not reached; one curve "
+        "cannot tell which"
+    )
     lines = [text, f"  mostly time beyond the bytes: {beyond}"]
     if share is not None and growth["reached_mbu"] < 1:
         lines.append(f"  at the bandwidth that c={growth['from_c']} reached, the bytes would be "
@@ -2448,7 +2454,7 @@ def stated_model(args: argparse.Namespace) -> Model:
     weights: tuple[Weights, ...] = ()
     if args.weights_bytes is not None:
         skipped = (("stated", args.not_read_bytes),) if args.not_read_bytes else ()
-        weights = (Weights("stated weights", "--weights-bytes", args.weights_bytes, skipped),)
+        weights = (Weights("stated weights", STATED_BYTES, args.weights_bytes, skipped),)
     elif folder is not None:
         weights = (safetensors_weights(folder, Config(config) if config is not None else None),)
     if args.layers is not None:

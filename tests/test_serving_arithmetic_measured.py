@@ -182,13 +182,23 @@ def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "note: line 6 left out: " in shown.text
 
 
-@pytest.mark.parametrize("quant", ["unknown", None, "Q8_0", "UD-Q4_K_XL", "AWQ-Marlin", "none"])
+@pytest.mark.parametrize("quant", ["unknown", None, "Q8_0", "UD-Q4_K_XL", "AWQ-Marlin", "none", "bf16, tiny random"])
 def test_no_weight_is_assumed_of_another_quant(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, quant: str | None
 ) -> None:
     path = notebook(tmp_path, *(level(c, quant=quant) for c in LEVELS))
     assert "known for Q4_K_M, AWQ, bf16 and MLX 4-bit only" in Shown(capsys, path, code=2).error
-    Shown(capsys, path, "--weights-bytes", 1000)
+    assert "none is stated" not in Shown(capsys, path, "--weights-bytes", 1000).text
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("local-chat", False), ("Qwen/Qwen3-8B-AWQ", False), ("Qwen2.5-0.5B", True), (None, True)]
+)
+def test_another_model_than_the_labs_is_pointed_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str | None, said: bool
+) -> None:
+    path = notebook(tmp_path, *(level(c, model=model) for c in LEVELS))
+    assert ("predicted for the lab's Qwen3-8B, as none is stated" in Shown(capsys, path).text) == said
 
 
 @pytest.mark.parametrize(
