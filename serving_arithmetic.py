@@ -68,13 +68,11 @@ class ResultError(Exception):
 
 # ----------------------------------------------------------------------------------------------------------- units
 
-KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 GB = 10**9  # memory bandwidth is quoted in decimal gigabytes per second
 
-MAX_COUNT = 10**12  # no count, size in GiB or context that makes sense is larger
-MAX_BYTES = 10**15
+MAX_COUNT = 10**15  # no count, size or context that makes sense is larger
 MAX_HEADER_BYTES = 100 * MIB  # of a safetensors file: the format's own limit
 MAX_LINE_BYTES = 16 * MIB  # of a log; a longer line is cut into pieces of this size
 
@@ -287,6 +285,12 @@ def served_weights(model: Model, kv_type: str) -> Weights | None:
     return model.weights[-1 if kv_type == "fp8" else 0]
 
 
+def alike(layers: Sequence[Layer]) -> bool:
+    """Whether all layers cache as many keys as values, of the whole context, and nothing else."""
+    first = layers[0]
+    return len(set(layers)) == 1 and first == Layer(first.k_values, first.k_values) and first.cached
+
+
 def layer_groups(layers: Iterable[Layer]) -> list[tuple[Layer, int]]:
     """Equal layers counted together, in the order of their first one.
 
@@ -330,7 +334,7 @@ def bytes_per_token(model: Model, kv_type: str) -> int:
     >>> [bytes_per_token(lab_model(), kv_type) for kv_type in ("f16", "q8_0", "fp8", "q4_0")]
     [147456, 78336, 73728, 41472]
     >>> shapes = ((24, 2, 64), (28, 8, 128), (32, 32, 128))
-    >>> [bytes_per_token(uniform_model("toy", "here", *shape), "f16") // KIB for shape in shapes]
+    >>> [bytes_per_token(uniform_model("toy", "here", *shape), "f16") // 1024 for shape in shapes]
     [12, 112, 512]
     """
     return sum(layer_row_bytes(layer, kv_type) for layer in model.layers)
@@ -640,12 +644,9 @@ def config_model(path: str, weights: tuple[Weights, ...] = ()) -> Model:
     folder = os.path.dirname(config.path) or "."
     if not weights and names_in(folder, ".safetensors"):
         weights = (safetensors_weights(folder, config),)
-    if expert_counts(config) != (0, 0) and weights and not weights[0].expert_bytes:
+    elif weights and expert_counts(config)[0] and not weights[0].expert_bytes:
         config.note(EXPERTS_UNKNOWN)
-    heads = None
-    first = layers[0]
-    if len(set(layers)) == 1 and first.v_values and first.window is None and not first.state_bytes:
-        heads = (kv_heads(config, 0), head_dim(config))
+    heads = (kv_heads(config, 0), head_dim(config)) if alike(layers) else None
     name = str(config.get("_name_or_path") or os.path.basename(os.path.abspath(folder)) or "model")
     return Model(plain(name), config.path, layers, weights, heads, tuple(config.notes), config.upper_bound)
 
@@ -800,48 +801,61 @@ def state_size(config: Config) -> int:
     return 4 * ((kernel - 1) * (inner + 2 * groups * state) + inner * state)
 
 
-# --------------------------------------------------------------------------------- weights from safetensors headers
+# ------------------------------------------------------------------------------ weights from names and sizes of tensors
 
-# What of a tensor a decoding step does not read, by its name; the first that matches counts.
+# What a decoding step does not read, by a tensor's name in a checkpoint or a GGUF; the first that matches counts.
 NOT_READ = (
     ("other modalities", r"(?:^|\.)(?:vision|visual|audio|multi_modal_projector|mm_projector|image_|vit\.)"),
-    ("draft head", r"(?:^|\.)mtp\."),
-    ("token embedding", r"(?:embed_tokens_per_layer|(?:^|\.)(?:wpe|position_embeddings|embed_positions))\.weight$"),
+    ("draft layers", r"(?:^|\.)mtp\."),
+    ("token embedding", r"(?:embed_tokens_per_layer|per_layer_token_embd|position_embd)\.weight$"),
+    ("token embedding", r"(?:^|\.)(?:wpe|position_embeddings|embed_positions)\.weight$"),
 )
-EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|embeddings)\.\w+$")
-OUTPUT_HEADS = re.compile(r"(?:^|\.)(?:lm_head|output|embed_out|output_layer)\.(?:weight|qweight|weight_packed)$")
-EXPERTS = re.compile(r"\.(?:experts?|switch_mlp)\.")
-LAYER_INDEX = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+EMBEDDINGS = r"(?:^|\.)(?:embed_tokens|token_embd|wte|word_embeddings|tok_embeddings|embed_in|embeddings)\.\w+$"
+OUTPUT_HEADS = r"(?:^|\.)(?:lm_head|output|embed_out|output_layer)\.(?:weight|qweight|weight_packed)$"
+EXPERTS = re.compile(r"\.(?:experts?|switch_mlp)\.|_exps\.|\.ffn_(?:gate|up|down)\.\d+\.")
+LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
+
+
+def tensor_weights(name: str, source: str, sizes: Mapping[str, int], layers: int | None, experts: tuple[int, float],
+                   notes: list[str]) -> Weights:  # fmt: skip
+    """Weights by what a decoding step reads: look-up tables by the row, layers from `layers` on (draft layers) not, of
+    the routed experts (their number, those of a token) a part. What had to be assumed is added to `notes`."""
+    embedded = any(re.search(EMBEDDINGS, tensor) for tensor in sizes)
+    tied = embedded and not any(re.search(OUTPUT_HEADS, tensor) for tensor in sizes)
+    if tied:
+        notes.append("tied embedding: the output layer reads the same matrix whole, every step")
+    reasons: dict[str, int] = {}
+    expert_bytes = 0
+    for tensor, size in sizes.items():
+        index = LAYER_INDEX.search(tensor)
+        why = next((why for why, pattern in NOT_READ if re.search(pattern, tensor)), None)
+        if why is None and layers is not None and index is not None and int(index[1]) >= layers:
+            why = "draft layers"
+        if why is None and re.search(EMBEDDINGS, tensor) and not tied:
+            why = "token embedding"
+        if why is not None:
+            reasons[why] = reasons.get(why, 0) + size
+        elif EXPERTS.search(tensor):
+            expert_bytes += size
+    if bool(expert_bytes) != bool(experts[0]):
+        notes.append(EXPERTS_UNKNOWN)
+        expert_bytes, experts = 0, (0, 0)
+    return Weights(name, source, sum(sizes.values()), tuple(reasons.items()), expert_bytes, *experts)
 
 
 def safetensors_weights(path: str, config: Config | None = None) -> Weights:
-    """Weights of a safetensors file or folder, from the headers alone. `config` tells the experts' active share, and
-    from which layer on there are only draft layers."""
+    """Weights of a safetensors file or folder, from the headers alone. `config` tells the experts of a token, and from
+    which layer on there are only draft layers; without one a mixture of experts is refused."""
     files = safetensors_files(path)
     sizes: dict[str, int] = {}
     for file in files:
         sizes.update(safetensors_sizes(file))
-    layers = layer_count(config) if config is not None else None
-    tied = not any(OUTPUT_HEADS.search(name) for name in sizes)
-    reasons: dict[str, int] = {}
-    experts = 0
-    for name, size in sizes.items():
-        index = LAYER_INDEX.search(name)
-        why = next((why for why, pattern in NOT_READ if re.search(pattern, name)), None)
-        if why is None and layers is not None and index is not None and int(index[1]) >= layers:
-            why = "draft head"
-        if why is None and EMBEDDINGS.search(name) and not tied:
-            why = "token embedding"
-        if why is not None:
-            reasons[why] = reasons.get(why, 0) + size
-        elif EXPERTS.search(name):
-            experts += size
-    if experts and config is None:
-        raise UsageError(f"{path} holds a mixture of experts: --config tells how many of them a token uses")
-    count, used = expert_counts(config) if config is not None and experts else (0, 0)
     source = f"{len(files)} safetensors header{'s' if len(files) > 1 else ''} in {path}"
-    total = sum(sizes.values())
-    return Weights("safetensors", source, total, tuple(reasons.items()), experts if count else 0, count, used)
+    if config is not None:
+        return tensor_weights("safetensors", source, sizes, layer_count(config), expert_counts(config), config.notes)
+    if any(EXPERTS.search(name) for name in sizes):
+        raise UsageError(f"{path} holds a mixture of experts: --config tells how many of them a token uses")
+    return tensor_weights("safetensors", source, sizes, None, (0, 0), [])
 
 
 def safetensors_files(path: str) -> list[str]:
@@ -1043,12 +1057,15 @@ def gguf_model(path: str) -> Model:
     if not 0 < blocks <= 100_000:
         raise UsageError(f"{path}: {gguf.arch}.block_count is {all_blocks}")
     layers = gguf_layers(gguf, blocks)
-    weights = gguf_weights(gguf, blocks, os.path.basename(path))
+    used = gguf.per_layer("expert_used_count", blocks, [0] * blocks)
+    mean_used = sum(used) / max(1, sum(1 for many in used if many))
+    count = gguf.count("expert_count", 0)
+    experts = (count, mean_used) if 0 < mean_used <= count else (0, 0)
+    weights = tensor_weights(os.path.basename(path), TENSOR_TABLE, gguf.tensors, blocks, experts, gguf.notes)
     uniform = None
-    first = layers[0]
-    if len(set(layers)) == 1 and first.k_values == first.v_values and first.window is None and not first.state_bytes:
+    if alike(layers):
         heads = gguf.per_layer("attention.head_count_kv", blocks, [gguf.count("attention.head_count", 1)] * blocks)[0]
-        uniform = (heads, first.k_values // heads) if heads else None
+        uniform = (heads, layers[0].k_values // heads)
     name = plain(gguf.meta.get("general.name") or os.path.basename(path))
     stored = gguf.meta.get("general.file_type")
     quant = GGUF_FILE_TYPES.get(stored) if is_whole(stored) else None
@@ -1140,37 +1157,6 @@ def gguf_state_bytes(gguf: Gguf) -> int:
         gguf.notes.append("recurrent state: its fields are not known here, so it is not counted")
     conv = max(gguf.count("ssm.conv_kernel", 0) - 1, 0)
     return 4 * (conv * (inner + 2 * gguf.count("ssm.group_count", 0) * state) + state * inner)
-
-
-GGUF_EXPERTS = re.compile(r"_exps\.|\.ffn_(?:gate|up|down)\.\d+\.")
-GGUF_LOOK_UPS = ("per_layer_token_embd.weight", "position_embd.weight")
-GGUF_BLOCK = re.compile(r"blk\.(\d+)\.")
-
-
-def gguf_weights(gguf: Gguf, blocks: int, name: str) -> Weights:
-    """Weights by what a decoding step reads: look-up tables by the row, draft layers not, experts in part."""
-    tensors = gguf.tensors
-    reasons = {"token embedding": 0, "draft layers": 0}
-    experts = 0
-    for tensor, size in tensors.items():
-        block = GGUF_BLOCK.match(tensor)
-        if block is not None and int(block[1]) >= blocks:
-            reasons["draft layers"] += size
-        elif tensor in GGUF_LOOK_UPS or (tensor == "token_embd.weight" and "output.weight" in tensors):
-            reasons["token embedding"] += size
-        elif GGUF_EXPERTS.search(tensor):
-            experts += size
-    if "token_embd.weight" in tensors and "output.weight" not in tensors:
-        gguf.notes.append("tied embedding: the output layer reads the same matrix whole, every step")
-    count = gguf.count("expert_count", 0)
-    used = gguf.per_layer("expert_used_count", blocks, [0] * blocks)
-    mean_used = sum(used) / max(1, sum(1 for many in used if many))
-    if not (experts and count and 0 < mean_used <= count):
-        if experts:
-            gguf.notes.append(EXPERTS_UNKNOWN)
-        experts, count, mean_used = 0, 0, 0.0
-    not_read = tuple((why, size) for why, size in reasons.items() if size)
-    return Weights(name, TENSOR_TABLE, sum(tensors.values()), not_read, experts, count, mean_used)
 
 
 # ------------------------------------------------------------------------------------------------------ log reading
@@ -2294,34 +2280,26 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists the options")
 
 
-def limited_number(text: str, least: int, most: int, what: str) -> int:
-    """A whole number in digits alone, within limits."""
-    if not re.fullmatch(r"[0-9]+", text) or (least and not text.strip("0")):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}")
+def whole_number(text: str, least: int = 1) -> int:
+    """A whole number in digits alone, from `least` to 10^15."""
     digits = text.lstrip("0") or "0"
-    if len(digits) > len(str(most)) or int(digits) > most:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large: at most {most:,}")
+    if not re.fullmatch(r"[0-9]+", text) or len(digits) > 16 or not least <= int(digits) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {MAX_COUNT:,}")
     return int(digits)
 
 
-def whole_number(text: str) -> int:
-    return limited_number(text, 1, MAX_COUNT, "a whole number above 0")
-
-
 def byte_count(text: str) -> int:
-    return limited_number(text, 0, MAX_BYTES, "a number of bytes")
+    return whole_number(text, least=0)
 
 
 def positive(text: str) -> float:
-    """A number above 0 and at most 10^12."""
+    """A number above 0 and at most 10^15."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value > 0 or "_" in text or "inf" in text.lower():
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
-    if value > MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large: at most {MAX_COUNT:,}")
+    if not 0 < value <= MAX_COUNT or "_" in text:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0 and up to {MAX_COUNT:,}")
     return value
 
 

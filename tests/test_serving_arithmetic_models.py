@@ -242,7 +242,7 @@ def test_other_towers_draft_heads_and_idle_experts_are_not_read(tmp_path: Path) 
         },
     )
     (weights,) = sa.config_model(str(tmp_path)).weights
-    assert dict(weights.not_read) == {"token embedding": 100, "other modalities": 7, "draft head": 20}
+    assert dict(weights.not_read) == {"token embedding": 100, "other modalities": 7, "draft layers": 20}
     assert (weights.experts, weights.experts_used, weights.expert_bytes) == (8, 2, 800)
     dense = 50 + 100 + 30
     assert read(weights, 1) == dense + 800 * 2 / 8
