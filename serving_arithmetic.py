@@ -1799,15 +1799,18 @@ ABOVE = 1.02  # a bandwidth utilisation above this is not a percentile's noise: 
 
 def analyser() -> ModuleType:
     """summarise_load, from the folder of this file: it decides what a notebook holds, which runs count, and what a
-    knee, a fit and an operating point are. Raises UsageError where it is missing."""
+    knee, a fit and an operating point are. Raises UsageError where it is missing or of another version."""
     folder = os.path.dirname(os.path.abspath(__file__))
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         import summarise_load
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError(f"--measured reads the notebook with summarise_load.py, which is not in {folder}; put it "
                          f"beside {PROGRAM}") from None  # fmt: skip
+    if summarise_load.TOOL_VERSION != TOOL_VERSION:
+        raise UsageError(f"summarise_load.py is version {summarise_load.TOOL_VERSION}, {PROGRAM} {TOOL_VERSION}: take "
+                         "both from one release")  # fmt: skip
     return summarise_load
 
 

@@ -231,6 +231,9 @@ def test_without_the_analyser_everything_else_works(run_program: RunProgram, roo
     done = run_program(alone, "--measured", notebook(tmp_path, level(1)), "--label", "L")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"summarise_load.py, which is not in {tmp_path}" in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "summarise_load.py").write_text("TOOL_VERSION = '1'\n", encoding="utf-8")
+    done = run_program(alone, "--measured", notebook(tmp_path, level(1)), "--label", "L")
+    assert done.returncode == 2 and "take both from one release" in done.stderr
 
 
 # -------------------------------------------------------------------------------------- what the growth is made of
