@@ -16,8 +16,12 @@
 # LLAMA_PORT [8080], VLLM_PORT [8000], MLX_PORT [8081], KEEP_GOING=1, PYTHON [python3].
 # Exit: 1 when something is not as predicted, 2 for a wrong setting.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
 
 keep_running=0
 case "${1:-}" in
@@ -49,26 +53,22 @@ fresh_request() {
 
 # stop_by_pidfile FILE WORD - stop the process in FILE if its command line holds WORD; else only say so.
 stop_by_pidfile() {
-  local pid command waited=0
+  local pid command
   [ -f "$1" ] || return 0
   pid="$(tr -d '[:space:]' <"$1")"
   case "$pid" in
   '' | *[!0-9]*) say "  $1 holds no process id: left alone"; return 0 ;;
   esac
-  command="$(ps -p "$pid" -o command= 2>/dev/null || true)"
+  command="$(ps -ww -p "$pid" -o command= 2>/dev/null || true)"
   case "$command" in
   '') say "  $1: process $pid has ended already" ;;
   *"$2"*)
     say "  stopping process $pid: $2"
     kill "$pid" || true
-    while kill -0 "$pid" 2>/dev/null; do
-      [ "$waited" -lt $((${STOP_SECONDS:-60} * 5)) ] || {
-        stop_here "process $pid still runs after ${STOP_SECONDS:-60} s" "look at it with: ps -p $pid"
-        return 0
-      }
-      sleep 0.2
-      waited=$((waited + 1))
-    done
+    ends_within "$pid" "${STOP_SECONDS:-60}" || {
+      stop_here "process $pid still runs after ${STOP_SECONDS:-60} s" "look at it with: ps -ww -p $pid"
+      return 0
+    }
     ;;
   *) say "  $1: process $pid is something else by now: left alone"; return 0 ;;
   esac

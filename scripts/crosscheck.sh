@@ -22,8 +22,14 @@
 # CONTAINER_NAME [vllm-lab], DOCKER [docker], VLLM_VENV, KEEP_GOING=1, PYTHON [python3]; and lab.env in the current
 # folder. Exit: 1 when something is not as predicted, 2 for a wrong setting.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
+# shellcheck source=steps.sh
+. "$here/steps.sh"
 
 launcher_arguments "vllm bench serve's" "$@"
 [ "${1:-}" != -- ] || shift

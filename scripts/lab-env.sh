@@ -17,8 +17,10 @@
 # shown and nothing is written. From the environment: LLAMA_BIN (folder or binary) and GGUF, where yours differ.
 # Exit: 1 for an edited lab.env, 2 for a wrong track or memory size.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
 
 case "${1:-}" in
 -h | --help) usage; exit 0 ;;

@@ -13,8 +13,14 @@
 # DOCKER [docker], KEEP_GOING=1 (exit status 0 all the same), PYTHON [python3].
 # Exit: 1 after a FAIL, 2 for a wrong setting.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
+# shellcheck source=models.sh
+. "$here/models.sh"
 
 case "${1:-}" in
 -h | --help) usage; exit 0 ;;
@@ -55,60 +61,28 @@ missing() {
   fi
 }
 
-# with_commas NUMBER
-with_commas() { "$PYTHON" -c 'import sys; print(format(int(sys.argv[1]), ","))' "$1"; }
-
-# bytes_in PATH - of a file, or of the files of a folder (not of its hidden folders).
-bytes_in() {
-  "$PYTHON" -c 'import os, sys
-path = sys.argv[1]
-if os.path.isfile(path):
-    print(os.path.getsize(path))
-else:
-    print(sum(e.stat().st_size for e in os.scandir(path) if e.is_file() and not e.name.startswith(".")))' "$1"
-}
-
-# known_size PATH - what a complete download of the lab's own models weighs, else nothing.
-known_size() {
-  case "$1" in
-  */Qwen3-8B-Q4_K_M.gguf) echo 5027784512 ;;
-  */Qwen3-8B-AWQ) echo 6114568235 ;;
-  */Qwen3-8B) echo 16397461266 ;;
-  */Qwen3-8B-4bit) echo 4600000000 ;;
-  esac
-}
-
 to_fetch=0 # bytes of models that are not here yet
 
 # look_at_model NAME PATH REPORT - a file or a checkpoint's folder; REPORT is fail or missing.
 look_at_model() {
-  local size known
-  known="$(known_size "$2")"
-  if [ ! -e "$2" ]; then
-    to_fetch=$((to_fetch + ${known:-0}))
-    "$3" "$1" "there is no '$2'" "download it, or set its place in lab.env"
-    return
-  fi
-  if [ -d "$2" ] && [ ! -f "$2/config.json" ]; then
-    "$3" "$1" "there is no config.json in '$2'" "the download is not complete: run it again"
-    return
-  fi
-  size="$(bytes_in "$2")"
-  # A folder may hold a readme more or less; a file is complete or not. Of the MLX folder only a round size is known.
-  if [ -z "$known" ]; then
-    pass "$1" "$(with_commas "$size") bytes in '$2' (not one of the lab's own models: no size to compare with)"
-  elif [ -f "$2" ] && [ "$size" -ne "$known" ]; then
-    "$3" "$1" "$(with_commas "$size") bytes in '$2', expected $(with_commas "$known")" "the download is not complete: run it again"
-  elif [ -d "$2" ] && [ $((size / 98)) -lt $((known / 100)) ]; then
-    "$3" "$1" "$(with_commas "$size") bytes in '$2', expected about $(with_commas "$known")" "the download is not complete: run it again"
+  local fault known
+  fault="$(model_fault "$2")"
+  known="$(known_bytes "$2")"
+  if [ -n "$fault" ]; then
+    [ -e "$2" ] || to_fetch=$((to_fetch + known))
+    "$3" "$1" "$fault" "bash $SCRIPTS_WORD/fetch-models.sh, or set its place in lab.env"
+  elif [ "$known" -eq 0 ]; then
+    pass "$1" "$(with_commas "$(bytes_in "$2")") bytes in '$2' (not one of the lab's own models: no size to compare with)"
   else
-    pass "$1" "$(with_commas "$size") bytes in '$2'"
+    pass "$1" "$(with_commas "$(bytes_in "$2")") bytes in '$2'"
   fi
 }
 
-# free_memory_gib - what an engine could take now: the GPU's on track N, the machine's elsewhere; or nothing.
+# free_memory_gib - what an engine could take now, or nothing where that is not known: what llama-server sees free on
+# the device (X, whose GPU may take only a part of the machine's memory), the GPU's free memory (N), the machine's.
 free_memory_gib() {
   case "$TRACK" in
+  X) printf '%s\n' "$devices" | sed -n 's/.*[ (]\([0-9]*\) MiB free.*/\1/p' | awk 'NR == 1 { printf "%.2f", $1 / 1024 }' ;;
   N) nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits 2>/dev/null |
     awk 'NR == 1 && $1 ~ /^[0-9]+$/ { printf "%.2f", $1 / 1024 }' || true ;;
   *)
@@ -124,27 +98,28 @@ free_memory_gib() {
   esac
 }
 
-# look_at_memory NAME FREE ADVICE ARG... - do weights and pool, as predicted with ARG..., fit the free memory?
+# look_at_memory NAME REPORT ADVICE ARG... - do weights and pool, as predicted with ARG..., fit the free memory?
 look_at_memory() {
-  local name="$1" free="$2" advice="$3" answer
+  local name="$1" report="$2" advice="$3" answer fits
   shift 3
-  if ! answer="$(program serving_arithmetic.py "$@" --ctx "$CTX" --memory "$free" --json 2>"$SCRATCH/arithmetic.txt" |
-    "$PYTHON" -c 'import json, sys
-need = json.load(sys.stdin)["memory"][0]
-print("%.2f GiB of weights and pool, %s GiB free" % (need["needed_gib"], sys.argv[1]))
-sys.exit(0 if need["fits"] else 3)' "$free" 2>>"$SCRATCH/arithmetic.txt")"; then
-    if [ -n "$answer" ]; then
-      fail "$name" "$answer" "$advice"
-    else
-      note "$name" "no prediction: $(tail -n 1 "$SCRATCH/arithmetic.txt")"
-    fi
-    return 0
+  if [ -z "$free" ]; then
+    note "$name" "not known how much is free here: read what the engine logs"
+    return
+  elif ! answer="$(program serving_arithmetic.py "$@" --ctx "$CTX" --memory "$free" --json 2>&1)"; then
+    note "$name" "not known whether it fits: $(tail -n 1 <<<"$answer")"
+    return
   fi
-  pass "$name" "$answer, the rest is for buffers and everything else"
+  fits="$(json_value memory.0.fits <<<"$answer") $(json_value memory.0.weights_counted <<<"$answer")"
+  answer="$(json_value memory.0.needed_gib <<<"$answer" | awk '{ printf "%.2f", $1 }') GiB"
+  case "$fits" in
+  "true true") pass "$name" "$answer of weights and pool, $free GiB free, the rest is for buffers and everything else" ;;
+  "false true") "$report" "$name" "$answer of weights and pool, $free GiB free" "$advice" ;;
+  "false false") "$report" "$name" "$answer for the pool alone, $free GiB free" "$advice" ;;
+  *) note "$name" "not known whether it fits: the size of the weights is not known ($free GiB free)" ;;
+  esac
 }
 
-scratch_folder
-trap clean_up EXIT
+devices=""
 say "preflight.sh for track $TRACK, $MEMORY_GB GB, in $PWD (it only looks)"
 
 pass python "$("$PYTHON" -c 'import platform; print(platform.python_version())')"
@@ -165,9 +140,6 @@ else
   fail llama-server "there is no executable '$llama_server'" "build llama.cpp, or set LLAMA_BIN in lab.env"
 fi
 look_at_model "GGUF" "$GGUF" fail
-if [ -f "$GGUF" ] && [ "$(head -c 4 "$GGUF" | tr -d '\0')" != GGUF ]; then
-  fail "GGUF" "'$GGUF' does not begin with GGUF" "it is another kind of file, or a pointer left by git: download it again"
-fi
 
 # the second engine and its model
 if [ "$TRACK" = M ]; then
@@ -198,15 +170,12 @@ else
   fi
 fi
 
-# disk: what is still to be downloaded, and a GB for logs and records
-place="$MODELS_DIR"
-[ -d "$place" ] || place="$HOME"
-free_kib="$(df -Pk "$place" | awk 'NR == 2 { print $4 }')"
-need_kib=$((to_fetch / 1024 + 1048576))
-if [ "$free_kib" -ge "$need_kib" ]; then
-  pass disk "$((free_kib / 1048576)) GiB free at '$place'"
+# disk: what is still to be downloaded, and a GiB for logs and records
+fault="$(disk_fault "$MODELS_DIR" "$to_fetch")"
+if [ -z "$fault" ]; then
+  pass disk "enough for what is still to come, $(with_commas "$to_fetch") bytes, and a GiB of logs and records"
 else
-  fail disk "$((free_kib / 1048576)) GiB free at '$place', $((need_kib / 1048576)) GiB needed" "free some, or put the models on another disk and set their places in lab.env"
+  fail disk "$fault" "free some, or put the models on another disk and set their places in lab.env"
 fi
 
 for port in "$LLAMA_PORT" "$VLLM_PORT" "$MLX_PORT"; do
@@ -219,17 +188,13 @@ done
 
 # memory: one server at a time, each against what is free now
 free="$(free_memory_gib)"
-if [ -z "$free" ]; then
-  note memory "this machine does not say how much is free: read what the engines log"
-else
-  [ ! -f "$GGUF" ] || look_at_memory "memory, llama" "$free" \
-    "free memory (stop the other server), or take the eight-bit tier: lab-env.sh with a smaller MEMORY_GB, or fewer slots" \
-    --gguf "$GGUF" --slots "$SLOTS" --kv-type "$KV_TYPE"
-  if [ "$TRACK" != M ] && [ -f "$(vllm_folder)/config.json" ]; then
-    look_at_memory "memory, vLLM" "$free" \
-      "free memory (stop the other server), or give vLLM's cache fewer bytes: VLLM_KV_BYTES in lab.env" \
-      --config "$(vllm_folder)/config.json" --slots 20 --kv-type "$VLLM_KV_DTYPE"
-  fi
+[ ! -f "$GGUF" ] || look_at_memory "memory, llama" fail \
+  "free memory (stop the other server), or take the eight-bit tier: lab-env.sh with a smaller MEMORY_GB, or fewer slots" \
+  --gguf "$GGUF" --slots "$SLOTS" --kv-type "$KV_TYPE"
+if [ "$TRACK" != M ] && [ -f "$(vllm_folder)/config.json" ]; then
+  look_at_memory "memory, vLLM" missing \
+    "free memory (stop the other server), or give vLLM's cache fewer bytes: VLLM_KV_BYTES in lab.env" \
+    --config "$(vllm_folder)/config.json" --slots 20 --kv-type "$VLLM_KV_DTYPE"
 fi
 
 if [ -n "$first_fail" ]; then

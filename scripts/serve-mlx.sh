@@ -20,8 +20,12 @@
 # Prints the settings, then stays in the foreground; Ctrl-C stops it. Exit: 2 for a wrong setting, 1 for a busy
 # port, otherwise the server's own.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
 
 launcher_arguments "the server's" "$@"
 [ "${1:-}" != -- ] || shift
@@ -48,6 +52,7 @@ versions="$("$python" -c 'from importlib.metadata import version; print("mlx-lm"
   die "'$python' has no mlx-lm: set MLX_VENV to the environment that has it, or: $(shell_word "$python") -m pip install mlx-lm"
 refuse_busy_port "$HOST" "$PORT"
 warn_if_exposed "$HOST"
+open_log "$LOGFILE" "$PIDFILE"
 
 command=("$python" -m mlx_lm server --model "$MODEL" --host "$HOST" --port "$PORT"
   --prompt-cache-size "$PROMPT_CACHE_SIZE" --decode-concurrency "$DECODE_CONCURRENCY"
@@ -65,5 +70,5 @@ show "log, pid file" "$LOGFILE, $PIDFILE"
 show_command "${command[@]}"
 
 export PYTHONUNBUFFERED=1 # the log must show what happened when it happened
-log_to "$LOGFILE" "$PIDFILE"
+copy_output "$LOGFILE"
 exec "${command[@]}"

@@ -27,8 +27,12 @@
 # Prints the settings, then stays in the foreground; Ctrl-C, or docker stop vllm-lab, stops it. Exit: 2 for a
 # wrong setting, 1 for a busy port or a container of that name, otherwise the container's own.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
 
 launcher_arguments "vLLM's" "$@"
 [ "${1:-}" != -- ] || shift
@@ -37,35 +41,10 @@ IMAGE="${IMAGE:-nvcr.io/nvidia/vllm:26.08-py3}"
 CONTAINER_NAME="${CONTAINER_NAME:-vllm-lab}"
 MODELS_DIR="${MODELS_DIR:-$HOME/models}"
 MODEL="${MODEL:-/models/Qwen/Qwen3-8B-AWQ}"
-SERVED_NAME="${SERVED_NAME:-local-chat}"
-PORT="${PORT:-8000}"
-CTX="${CTX:-4096}"
-MAX_SEQS="${MAX_SEQS:-20}"
-KV_BYTES="${KV_BYTES:-}"
-MEM_FRACTION="${MEM_FRACTION:-0.90}"
-KV_DTYPE="${KV_DTYPE:-auto}"
-PREFIX_CACHING="${PREFIX_CACHING:-on}"
-TP_SIZE="${TP_SIZE:-1}"
 DOCKER="${DOCKER:-docker}"
-LOGFILE="${LOGFILE:-./vllm-server.log}"
-PIDFILE="${PIDFILE:-./vllm-server.pid}"
+# shellcheck source=vllm.sh
+. "$here/vllm.sh"
 
-need_port PORT "$PORT"
-need_number CTX "$CTX"
-need_number MAX_SEQS "$MAX_SEQS"
-need_number TP_SIZE "$TP_SIZE"
-if [ -n "$KV_BYTES" ]; then
-  need_number KV_BYTES "$KV_BYTES"
-  memory=(--kv-cache-memory-bytes "$KV_BYTES")
-else
-  need_fraction MEM_FRACTION "$MEM_FRACTION"
-  memory=(--gpu-memory-utilization "$MEM_FRACTION")
-fi
-case "$PREFIX_CACHING" in
-on) caching=--enable-prefix-caching ;;
-off) caching=--no-enable-prefix-caching ;;
-*) die "PREFIX_CACHING must be on or off, not '$PREFIX_CACHING'" ;;
-esac
 container_form='^[A-Za-z0-9][A-Za-z0-9_.-]*$'
 [[ "$CONTAINER_NAME" =~ $container_form ]] || die "CONTAINER_NAME '$CONTAINER_NAME' is not a name that docker accepts"
 
@@ -89,14 +68,13 @@ if "$DOCKER" container inspect "$CONTAINER_NAME" >/dev/null 2>&1; then
   die "there is a container named '$CONTAINER_NAME' already: docker stop $CONTAINER_NAME (or docker rm $CONTAINER_NAME)" 1
 fi
 refuse_busy_port 127.0.0.1 "$PORT"
+open_log "$LOGFILE" "$PIDFILE"
 
 command=("$DOCKER" run --rm --name "$CONTAINER_NAME" --gpus all --ipc=host
   --publish "127.0.0.1:$PORT:8000"
   --mount "type=bind,source=$MODELS_DIR,target=/models,readonly"
   "$IMAGE"
-  vllm serve "$MODEL" --served-model-name "$SERVED_NAME" --host 0.0.0.0 --port 8000
-  --max-model-len "$CTX" --max-num-seqs "$MAX_SEQS" "${memory[@]}" --kv-cache-dtype "$KV_DTYPE"
-  "$caching" --tensor-parallel-size "$TP_SIZE" --enable-prompt-tokens-details "$@")
+  vllm serve "$MODEL" --served-model-name "$SERVED_NAME" --host 0.0.0.0 --port 8000 "${vllm_flags[@]}" "$@")
 
 say "vLLM, in a container"
 show "image" "$IMAGE"
@@ -104,17 +82,8 @@ show "container" "$CONTAINER_NAME (removed when it stops)"
 show "models" "$MODELS_DIR, read-only as /models"
 show "model" "$MODEL, served as $SERVED_NAME"
 show "address" "http://127.0.0.1:$PORT/v1 (this machine only)"
-show "context per sequence" "$CTX"
-show "sequences at once" "$MAX_SEQS"
-if [ -n "$KV_BYTES" ]; then
-  show "cache" "$KV_BYTES bytes, type $KV_DTYPE"
-else
-  show "cache" "what is left of a memory fraction of $MEM_FRACTION, type $KV_DTYPE"
-fi
-show "prefix caching" "$PREFIX_CACHING"
-show "tensor parallel" "$TP_SIZE"
-show "log, pid file" "$LOGFILE, $PIDFILE"
+show_vllm_settings
 show_command "${command[@]}"
 
-log_to "$LOGFILE" "$PIDFILE"
+copy_output "$LOGFILE"
 exec "${command[@]}"

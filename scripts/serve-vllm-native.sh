@@ -24,43 +24,21 @@
 # Prints the settings, then stays in the foreground; Ctrl-C stops it. Exit: 2 for a wrong setting, 1 for a busy
 # port, otherwise vLLM's own.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
 
 launcher_arguments "vLLM's" "$@"
 [ "${1:-}" != -- ] || shift
 
 MODEL="${MODEL:-$HOME/models/Qwen/Qwen3-8B-AWQ}"
-SERVED_NAME="${SERVED_NAME:-local-chat}"
 HOST="${HOST:-127.0.0.1}"
-PORT="${PORT:-8000}"
-CTX="${CTX:-4096}"
-MAX_SEQS="${MAX_SEQS:-20}"
-KV_BYTES="${KV_BYTES:-}"
-MEM_FRACTION="${MEM_FRACTION:-0.90}"
-KV_DTYPE="${KV_DTYPE:-auto}"
-PREFIX_CACHING="${PREFIX_CACHING:-on}"
-TP_SIZE="${TP_SIZE:-1}"
 VLLM_VENV="${VLLM_VENV:-$HOME/vllm/.venv}"
-LOGFILE="${LOGFILE:-./vllm-server.log}"
-PIDFILE="${PIDFILE:-./vllm-server.pid}"
-
-need_port PORT "$PORT"
-need_number CTX "$CTX"
-need_number MAX_SEQS "$MAX_SEQS"
-need_number TP_SIZE "$TP_SIZE"
-if [ -n "$KV_BYTES" ]; then
-  need_number KV_BYTES "$KV_BYTES"
-  memory=(--kv-cache-memory-bytes "$KV_BYTES")
-else
-  need_fraction MEM_FRACTION "$MEM_FRACTION"
-  memory=(--gpu-memory-utilization "$MEM_FRACTION")
-fi
-case "$PREFIX_CACHING" in
-on) caching=--enable-prefix-caching ;;
-off) caching=--no-enable-prefix-caching ;;
-*) die "PREFIX_CACHING must be on or off, not '$PREFIX_CACHING'" ;;
-esac
+# shellcheck source=vllm.sh
+. "$here/vllm.sh"
 
 repository='^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$'
 if [ -d "$MODEL" ]; then
@@ -77,26 +55,16 @@ else
 fi
 refuse_busy_port "$HOST" "$PORT"
 warn_if_exposed "$HOST"
+open_log "$LOGFILE" "$PIDFILE"
 
-command=("$vllm" serve "$MODEL" --served-model-name "$SERVED_NAME" --host "$HOST" --port "$PORT"
-  --max-model-len "$CTX" --max-num-seqs "$MAX_SEQS" "${memory[@]}" --kv-cache-dtype "$KV_DTYPE"
-  "$caching" --tensor-parallel-size "$TP_SIZE" --enable-prompt-tokens-details "$@")
+command=("$vllm" serve "$MODEL" --served-model-name "$SERVED_NAME" --host "$HOST" --port "$PORT" "${vllm_flags[@]}" "$@")
 
 say "vLLM, natively"
 show "vllm" "$vllm"
 show "model" "$MODEL, served as $SERVED_NAME"
 show "address" "http://$HOST:$PORT/v1"
-show "context per sequence" "$CTX"
-show "sequences at once" "$MAX_SEQS"
-if [ -n "$KV_BYTES" ]; then
-  show "cache" "$KV_BYTES bytes, type $KV_DTYPE"
-else
-  show "cache" "what is left of a memory fraction of $MEM_FRACTION, type $KV_DTYPE"
-fi
-show "prefix caching" "$PREFIX_CACHING"
-show "tensor parallel" "$TP_SIZE"
-show "log, pid file" "$LOGFILE, $PIDFILE"
+show_vllm_settings
 show_command "${command[@]}"
 
-log_to "$LOGFILE" "$PIDFILE"
+copy_output "$LOGFILE"
 exec "${command[@]}"

@@ -21,8 +21,14 @@
 #
 # Exit: 0 when the check has no FAIL, 1 when it has or a load went wrong, 2 for a wrong setting, 130 after Ctrl-C.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
+# shellcheck source=steps.sh
+. "$here/steps.sh"
 
 SLOTS=8
 CONTEXT=4096

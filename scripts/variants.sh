@@ -14,16 +14,24 @@
 # labbook.md in the current folder, which holds lab.env as well. Logs stay as VARIANT.log. Flags after -- go to
 # load_test.py, after our own.
 #
-# Another cache than predicted, or a failed request, stops it and says what to do. What a change did to the speed
-# is printed beside what was to be expected; a surprise there is a result to write down, so it stops nothing.
+# Another cache than predicted, or a FAIL of summarise_load.py --check, stops it, says what to do and how to repeat
+# that variant alone. What a change did to the speed is printed beside what was to be expected; a surprise there is
+# a result to write down, so it stops nothing.
 # Running it again measures again; the newest run of each label counts.
 #
 # From the environment: PORT [8080], LABBOOK [labbook.md], CTX [4096], LLAMA_QUANT [what the GGUF file says],
-# KEEP_GOING=1 (go on after what was not as predicted), PYTHON [python3], and what serve-llama-parallel.sh reads.
-# Exit: 1 when something is not as predicted, 2 for a wrong setting.
+# CPU_EXPECTED=1 (llama-server is meant to run on the CPU), KEEP_GOING=1 (go on after what was not as predicted),
+# PYTHON [python3], and what serve-llama-parallel.sh reads.
+# Exit: 1 when something is not as predicted, 2 for a wrong setting, 130 after Ctrl-C.
 set -euo pipefail
+here="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=lib.sh
-. "$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)/lib.sh"
+. "$here/lib.sh"
+# shellcheck source=servers.sh
+. "$here/servers.sh"
+# shellcheck source=steps.sh
+. "$here/steps.sh"
 
 variants=""
 while [ $# -gt 0 ]; do
@@ -48,15 +56,13 @@ need_number CTX "$CTX"
 need_number SLOTS "$SLOTS"
 export PORT
 
-scratch_folder
-trap clean_up EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+begin_step
 
-# run_variant LABEL SLOTS CTX TYPE QUANT FLAG...
+# run_variant LABEL SLOTS CTX TYPE QUANT EXPECTED FLAG... - predict, start, measure, compare.
 run_variant() {
-  local label="$1" slots="$2" ctx="$3" type="$4" quant="$5" log="./$1.log"
-  shift 5
+  local label="$1" slots="$2" ctx="$3" type="$4" quant="$5" expected="$6" log="./$1.log"
+  shift 6
+  repeat_with "${label#llama-}" ${1:+-- "$@"}
   step "$label: $slots slots of $ctx tokens, cache $type"
   say "predicted:"
   program serving_arithmetic.py --gguf "$GGUF" --slots "$slots" --ctx "$ctx" --kv-type "$type" | sed '/^Bandwidth/,$d' ||
@@ -65,51 +71,45 @@ run_variant() {
   MODEL="$GGUF" SLOTS="$slots" CTX_PER_SLOT="$ctx" CACHE_TYPE="$type" LOGFILE="$log" \
     PIDFILE="./$label.pid" start_server "$PORT" "$log" serve-llama-parallel.sh
   check_log llama "$log" "$slots" "$ctx" "$type"
-  run_load --base-url "http://127.0.0.1:$PORT/v1" --model local-chat --engine llama.cpp \
+  run_load "$label" --base-url "http://127.0.0.1:$PORT/v1" --model local-chat --engine llama.cpp \
     --engine-version "$LLAMA_VERSION" --host-desc "$HOST_DESC" ${quant:+--quant "$quant"} --context-length "$ctx" \
-    --server-slots "$slots" --labbook "$LABBOOK" --label "$label" --prompt-set mixed --concurrency 20 \
-    --requests 80 --max-tokens 128 --sample 0.5 --wait-ready "${READY_SECONDS:-600}" "$@"
-  check_levels - -
+    --server-slots "$slots" --prompt-set mixed --concurrency 20 --requests 80 --max-tokens 128 --sample 0.5 \
+    --wait-ready "${READY_SECONDS:-600}" "$@"
   stop_server
   rm -f "./$label.pid"
-  run_summary --labbook "$LABBOOK" --compare llama-baseline "$label"
+  run_summary --compare llama-baseline "$label"
+  say "expected: $expected"
+  say "measured: most requests deferred together $(peak_deferred "$label"), expected $((slots < 20 ? 20 - slots : 0)) (20 in flight less the slots)"
+  say "write down: predicted and logged pool, tok/s, TTFT p90 and TPOT p50 at c = 20; a surprise is a result"
 }
 
-# expected TEXT - what the change was to do, beside what the last load shows of the server.
-expected() {
-  say "expected: $1"
-  "$PYTHON" - "$SCRATCH/levels.jsonl" <<'PYTHON'
-import json, sys
-
-with open(sys.argv[1], encoding="utf-8") as lines:
-    for record in map(json.loads, lines):
-        if "concurrency" in record:
-            server = record.get("server") or {}
-            waiting = max(record["concurrency"] - (record.get("server_slots") or record["concurrency"]), 0)
-            print("measured: most requests deferred together %s, expected %d (that is %d in flight less the slots)"
-                  % (server.get("peak_deferred"), waiting, record["concurrency"]))
-PYTHON
-  say "If it did something else, that is the variant that surprised: write it down."
+# peak_deferred LABEL - as sampled from the server during its newest run.
+peak_deferred() {
+  local peak
+  peak="$(program summarise_load.py --labbook "$LABBOOK" --label "$1" --json 2>/dev/null | json_value levels.0.server.peak_deferred)" || true
+  printf '%s' "${peak:-not sampled}"
 }
 
 say "variants.sh:$variants, each beside llama-baseline in $LABBOOK"
-in_notebook llama-baseline ||
+# shellcheck disable=SC2086  # names without spaces
+repeat_with $variants ${1:+-- "$@"}
+has_label llama-baseline ||
   stop_here "there is no llama-baseline in '$LABBOOK'" "measure it first: bash $SCRIPTS_WORD/sweep.sh llama"
 refuse_busy_port 127.0.0.1 "$PORT"
 
 for variant in $variants; do
   case "$variant" in
   slots8)
-    run_variant llama-slots8 8 "$CTX" "$KV_TYPE" "$QUANT" "$@"
-    expected "TPOT p50 falls (fewer share a step), TTFT p90 climbs (the others wait), the pool shrinks to 8/$SLOTS"
+    run_variant llama-slots8 8 "$CTX" "$KV_TYPE" "$QUANT" \
+      "TPOT p50 falls (fewer share a step), TTFT p90 climbs (the others wait), the pool shrinks to 8/$SLOTS" "$@"
     ;;
   ctx2048)
-    run_variant llama-ctx2048 "$SLOTS" 2048 "$KV_TYPE" "$QUANT" "$@"
-    expected "nearly nothing: the same prompts are read, only the room kept for them halves"
+    run_variant llama-ctx2048 "$SLOTS" 2048 "$KV_TYPE" "$QUANT" \
+      "nearly nothing: the same prompts are read, only the room kept for them halves" "$@"
     ;;
   kv-alt)
-    run_variant llama-kv-alt "$SLOTS" "$CTX" "$ALT_KV_TYPE" "${QUANT:+$QUANT, }KV $ALT_KV_TYPE" "$@"
-    expected "the pool about halves; TPOT goes either way (fewer bytes to read, more work to unpack them)"
+    run_variant llama-kv-alt "$SLOTS" "$CTX" "$ALT_KV_TYPE" "${QUANT:+$QUANT, }KV $ALT_KV_TYPE" \
+      "the pool about halves; TPOT goes either way (fewer bytes to read, more work to unpack them)" "$@"
     ;;
   esac
 done
