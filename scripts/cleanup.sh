@@ -7,8 +7,9 @@
 # In the lab's working folder. First, each server that still answers must answer one fresh request. Then
 # summarise_load.py --check on labbook.md. Then the servers that the launchers started from this folder are
 # stopped, by the process ids in their *.pid files and only where that process is what the launcher started, and
-# the container on track S; then the ports must be free. Nothing measured is removed: notebook, logs, crosscheck/
-# and lab.env stay. Running it again is harmless.
+# the container on track S; then the ports must be free. What is not as it should be is said, and the rest is done
+# all the same. Nothing measured is removed: notebook, logs, crosscheck/ and lab.env stay. Running it again is
+# harmless.
 #
 #   --keep-running   stop nothing: check only
 #
@@ -43,12 +44,20 @@ need_port VLLM_PORT "$VLLM_PORT"
 need_port MLX_PORT "$MLX_PORT"
 [ ! -f lab.env ] || load_lab_env HOST_DESC
 
+faults=0
+
+# fault WHAT ADVICE - said at once; the rest is done all the same, and the exit status tells.
+fault() {
+  faults=$((faults + 1))
+  printf '%s: NOT AS PREDICTED: %s\n    what to do: %s\n' "$SCRIPT_NAME" "$1" "$2" >&2
+}
+
 # fresh_request NAME PORT MODEL - a server that took the load must still answer.
 fresh_request() {
   port_answers 127.0.0.1 "$2" || { say "  $1, port $2: not running"; return 0; }
-  say "  $1, port $2: running; one fresh request:"
+  say "  port $2, where $1 listens: something answers; one fresh request:"
   program load_test.py --base-url "http://127.0.0.1:$2/v1" --model "$3" --probe ||
-    stop_here "$1 no longer answers as it should" "read its log: a server that the load broke is a result to write down"
+    fault "what answers on port $2 did not answer a fresh request" "where it is $1, read its log: a server that the load broke is a result to write down"
 }
 
 # stop_by_pidfile FILE WORD - stop the process in FILE if its command line holds WORD; else only say so.
@@ -66,7 +75,7 @@ stop_by_pidfile() {
     say "  stopping process $pid: $2"
     kill "$pid" || true
     ends_within "$pid" "${STOP_SECONDS:-60}" || {
-      stop_here "process $pid still runs after ${STOP_SECONDS:-60} s" "look at it with: ps -ww -p $pid"
+      fault "process $pid still runs after ${STOP_SECONDS:-60} s" "look at it with: ps -ww -p $pid"
       return 0
     }
     ;;
@@ -101,11 +110,11 @@ if [ "$keep_running" -eq 0 ]; then
   done
   if [ -n "${VLLM_IMAGE:-}" ] && "$DOCKER" container inspect "$CONTAINER_NAME" >/dev/null 2>&1; then
     say "  stopping container $CONTAINER_NAME"
-    "$DOCKER" stop "$CONTAINER_NAME" >/dev/null || stop_here "the container '$CONTAINER_NAME' did not stop" "docker rm -f $CONTAINER_NAME"
+    "$DOCKER" stop "$CONTAINER_NAME" >/dev/null || fault "the container '$CONTAINER_NAME' did not stop" "docker rm -f $CONTAINER_NAME"
   fi
   for port in "$LLAMA_PORT" "$VLLM_PORT" "$MLX_PORT"; do
     if port_answers 127.0.0.1 "$port"; then
-      stop_here "port $port still answers" "a server that was not started from this folder: stop it in its own terminal"
+      fault "port $port still answers" "a server that was not started from this folder: stop it in its own terminal"
     else
       say "  port $port is free"
     fi
@@ -117,4 +126,5 @@ for kept in "$LABBOOK" lab.env ./*.log crosscheck; do
   [ ! -e "$kept" ] || say "  ${kept#./}"
 done
 [ "$checked" -eq 0 ] ||
-  stop_here "the notebook's check says FAIL, or could not run" "each FAIL line names its label and level: measure that again, then run this again"
+  fault "the notebook's check says FAIL, or could not run" "each FAIL line names its label and level: measure that again, then run this again"
+[ "$faults" -eq 0 ] || [ "${KEEP_GOING:-0}" = 1 ] || exit 1

@@ -59,22 +59,10 @@ case "$OUT/" in
   die "OUT '$OUT' lies in the repository: choose a folder elsewhere"
   ;;
 esac
-labbook="$OUT/labbook.md"
+LABBOOK="$OUT/labbook.md"
 raw="$OUT/requests.jsonl"
 
-# Ctrl-C, a closed terminal and any failure on the way all stop the server. Loads run in the background so that
-# bash acts on a signal at once, and not only when the load has ended by itself.
-LOAD_PID=""
-# shellcheck disable=SC2329  # the trap calls it
-finish() {
-  [ -z "$LOAD_PID" ] || kill "$LOAD_PID" 2>/dev/null || true
-  clean_up
-}
-trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 129' HUP
-trap 'exit 143' TERM
-scratch_folder
+begin_step
 
 # ------------------------------------------------------------------------------------------------------------
 # The server
@@ -129,13 +117,13 @@ start_llama() {
 # start_simulation - a server with a known step time: 3 ms and 0.25 ms for each running request.
 start_simulation() {
   QUANT=none
-  version="$("$PYTHON" "$ROOT_DIR/load_test.py" --version)" # they are released together
+  version="$(program load_test.py --version)" # they are released together
   version="${version##* }"
   "$PYTHON" "$SCRIPTS_DIR/simulated_engine.py" --port "$port" --model local-chat --slots "$SLOTS" --context "$CONTEXT" \
     --a-ms 3 --b-ms 0.25 --prefill-tok-s 40000 --log "$OUT/simulated-engine.jsonl" \
     </dev/null >"$SCRATCH/launch.txt" 2>&1 &
   SERVER_PID=$!
-  READY_SECONDS=30 wait_ready "$port" "$SERVER_PID" || die "the simulated engine did not start: $(tail -n 3 "$SCRATCH/launch.txt")" 1
+  READY_SECONDS=60 wait_ready "$port" "$SERVER_PID" || die "the simulated engine did not start: $(tail -n 3 "$SCRATCH/launch.txt")" 1
   say "  ready (pid $SERVER_PID)"
 }
 
@@ -148,20 +136,15 @@ load() {
   local label="$1" prompt_set="$2" levels="$3" status=0
   shift 3
   step "$label: $prompt_set prompts at $levels"
-  "$PYTHON" "$ROOT_DIR/load_test.py" --base-url "http://127.0.0.1:$port/v1" --model local-chat \
+  attended program load_test.py --base-url "http://127.0.0.1:$port/v1" --model local-chat \
     --label "$label" --prompt-set "$prompt_set" --concurrency "$levels" --requests 40 "$@" \
     --engine "$engine" --engine-version "$version" --host-desc "$host" --quant "$QUANT" \
-    --context-length "$CONTEXT" --server-slots "$SLOTS" --labbook "$labbook" --raw "$raw" </dev/null &
-  LOAD_PID=$!
-  wait "$LOAD_PID" || status=$?
-  LOAD_PID=""
+    --context-length "$CONTEXT" --server-slots "$SLOTS" --labbook "$LABBOOK" --raw "$raw" || status=$?
   [ "$status" -ne 130 ] || exit 130 # Ctrl-C: the load has said so itself
   [ "$status" -eq 0 ] || die "$label ended with status $status: see the lines above and $OUT" 1
 }
 
-summarise() {
-  "$PYTHON" "$ROOT_DIR/summarise_load.py" --labbook "$labbook" "$@"
-}
+summarise() { program summarise_load.py --labbook "$LABBOOK" "$@"; }
 
 say "Smoke test on this machine's CPU"
 port="$(find_free_port)"
@@ -190,7 +173,7 @@ status=0
 summarise --check || status=$?
 
 step "Left for you"
-show "notebook" "$labbook"
+show "notebook" "$LABBOOK"
 show "raw records" "$raw"
 if [ "$engine" != simulated ]; then
   show "the same server again" "LLAMA_BIN=$(shell_word "$LLAMA_BIN") MODEL=$(shell_word "$MODEL") bash $SCRIPTS_WORD/serve-llama-parallel.sh"

@@ -119,6 +119,7 @@ measure() {
 # ------------------------------------------------------------------------------------------------------------
 
 if wanted baseline || wanted prefix; then
+  # shellcheck disable=SC2086  # names without spaces
   repeat_with "$engine" $parts ${search[@]+"${search[@]}"} ${1:+-- "$@"}
   need_server "$PORT" "$launcher"
   log="$engine-server.log"

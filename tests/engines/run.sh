@@ -48,6 +48,10 @@ set -euo pipefail
 HERE="$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)"
 # shellcheck source=scripts/lib.sh
 . "$HERE/../../scripts/lib.sh"
+# shellcheck source=scripts/servers.sh
+. "$SCRIPTS_DIR/servers.sh"
+# shellcheck source=scripts/steps.sh
+. "$SCRIPTS_DIR/steps.sh"
 
 VLLM_VERSION=0.28.0
 TORCH_VERSION=2.13.0
@@ -78,6 +82,9 @@ LLAMA_VENV="${LLAMA_VENV:-$cache/llama}"
 export VLLM_VENV="${VLLM_VENV:-$cache/vllm-$VLLM_VERSION}"
 export MLX_VENV="${MLX_VENV:-$cache/mlx}"
 export HF_HUB_OFFLINE=1 # everything is on this machine
+export CPU_EXPECTED=1   # what the lab's steps stop at is meant here
+export LABBOOK="$out/labbook.md"
+[ -f "$LABBOOK" ] || cp "$ROOT_DIR/labbook.md" "$LABBOOK"
 
 # ------------------------------------------------------------------------------------------------------------
 # The engines
@@ -169,7 +176,7 @@ write_lab_env() {
   cat >lab.env <<LAB_ENV
 export TRACK=cpu
 export HOST_DESC='$(machine)'
-export GGUF='$PWD/tiny.gguf'
+export GGUF='$out/llama/tiny.gguf'
 export LLAMA_BIN='${LLAMA_BIN:-}'
 export LLAMA_VERSION='$version'
 export SLOTS=20
@@ -195,6 +202,18 @@ serve_vllm() {
   MODEL="$VLLM_MODEL" KV_BYTES="$VLLM_KV_BYTES" start_server "$PORT" vllm-server.log serve-vllm-native.sh -- --enforce-eager
 }
 
+# clean_up_after ENGINE - the lab's last step: a fresh request, the notebook's check, the server stopped.
+clean_up_after() {
+  local ports=(LLAMA_PORT="$(free_port)" VLLM_PORT="$(free_port)" MLX_PORT="$(free_port)")
+  case "$1" in
+  llama) ports[0]="LLAMA_PORT=$PORT" ;;
+  vllm) ports[1]="VLLM_PORT=$PORT" ;;
+  mlx) ports[2]="MLX_PORT=$PORT" ;;
+  esac
+  env "${ports[@]}" bash "$SCRIPTS_DIR/cleanup.sh"
+  stop_server
+}
+
 # prove ENGINE - in the current folder.
 prove() {
   [ "$1" != mlx ] || LAYERS="${LAYERS:-1}"
@@ -205,7 +224,6 @@ prove() {
   export PORT
   PORT="$(free_port)"
   find_engine "$1" || die "the engine '$1' is not there: --install, or set where it lies (see --help)" 1
-  rm -f labbook.md
   step "the tiny model"
   case "$1" in
   llama) "$LLAMA_VENV/bin/python" "$HERE/tiny_gguf.py" tiny.gguf ;;
@@ -213,10 +231,12 @@ prove() {
   mlx) "$MLX_VENV/bin/python" "$HERE/tiny_qwen3.py" tiny-qwen3 --layers "$LAYERS" ;;
   esac
   write_lab_env "$LAYERS" tiny-qwen3
-  scratch_folder
-  trap clean_up EXIT
-  trap 'exit 130' INT
-  trap 'exit 143' TERM
+  begin_step
+  step "what is predicted"
+  case "$1" in
+  llama) program serving_arithmetic.py --gguf "$GGUF" ;;
+  *) program serving_arithmetic.py --config "$PWD/tiny-qwen3/config.json" ;;
+  esac
 
   if wanted sweep; then
     step "the server, on port $PORT"
@@ -226,7 +246,7 @@ prove() {
     mlx) MODEL="$MLX_MODEL" start_server "$PORT" mlx-server.log serve-mlx.sh ;;
     esac
     LLAMA_QUANT="F32, tiny random" MLX_QUANT="bf16, tiny random" bash "$SCRIPTS_DIR/sweep.sh" "$1"
-    stop_server
+    clean_up_after "$1"
   fi
   if [ "$1" = llama ] && wanted variants; then
     LLAMA_QUANT="F32, tiny random" bash "$SCRIPTS_DIR/variants.sh"
@@ -242,10 +262,6 @@ prove() {
     bash "$SCRIPTS_DIR/crosscheck.sh"
     stop_server
   fi
-  if wanted sweep; then
-    step "the notebook's check"
-    program summarise_load.py --labbook labbook.md --check
-  fi
 }
 
 if [ -n "$one" ]; then
@@ -257,9 +273,9 @@ fi
 # All of them, one after the other
 # ------------------------------------------------------------------------------------------------------------
 
-# engine_version ENGINE FOLDER - as the records have it.
+# engine_version ENGINE - as its newest record has it.
 engine_version() {
-  sed -n 's/.*"engine_version": "\([^"]*\)".*/\1/p' "$2/labbook.md" 2>/dev/null | tail -n 1
+  program summarise_load.py --labbook "$LABBOOK" --label "$1-baseline" --json 2>/dev/null | json_value settings.engine_version || true
 }
 
 failed=0
@@ -279,9 +295,21 @@ for engine in $engines; do
     verdict="FAIL (exit status $status, see $out/$engine/transcript.txt)"
     failed=1
   fi
-  verdicts="$verdicts$(printf '%-6s %-32s %s' "$engine" "$(engine_version "$engine" "$out/$engine")" "$verdict")
+  verdicts="$verdicts$(printf '%-6s %-32s %s' "$engine" "$(engine_version "$engine")" "$verdict")
 "
 done
+
+for engine in vllm mlx; do
+  if ! has_label llama-baseline || ! has_label "$engine-baseline"; then
+    continue
+  fi
+  step "llama-baseline and $engine-baseline on one page"
+  program summarise_load.py --labbook "$LABBOOK" --compare llama-baseline "$engine-baseline" --json |
+    "$PYTHON" "$SCRIPTS_DIR/draw_curve.py" --html "$out/llama-$engine.html" || failed=1
+done
+step "the notebook of all engines"
+program summarise_load.py --labbook "$LABBOOK" --check || failed=1
+show "notebook" "$LABBOOK"
 
 step "verdicts, $(date '+%Y-%m-%d'), $(machine)"
 printf '%s' "$verdicts"
