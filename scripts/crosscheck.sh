@@ -156,8 +156,8 @@ both="$RESULTS/both.jsonl"
 rm -f "$both"
 LABBOOK="$both"
 unreadable="the results could not be read as notebook lines: the line above says why"
-program scripts/vllm_bench.py import "${our_files[@]}" --label ours --labbook "$both" || die "$unreadable" 1
-program scripts/vllm_bench.py import "${their_files[@]}" --label vllm-bench --labbook "$both" || die "$unreadable" 1
+program scripts/vllm_bench.py import ${our_files[@]+"${our_files[@]}"} --label ours --labbook "$both" || die "$unreadable" 1
+program scripts/vllm_bench.py import ${their_files[@]+"${their_files[@]}"} --label vllm-bench --labbook "$both" || die "$unreadable" 1
 run_summary --compare ours vllm-bench
 program summarise_load.py --labbook "$both" --compare ours vllm-bench --json >"$SCRATCH/both.json"
 

@@ -209,9 +209,8 @@ body() {
 # checksum_of FILE - of everything but its last line, which holds it.
 checksum_of() { sed '$d' "$1" | cksum | awk '{ print $1 "-" $2 }'; }
 
-scratch_folder
-trap clean_up EXIT
-new="$SCRATCH/lab.env"
+new="$(mktemp "${TMPDIR:-/tmp}/lab.env.XXXXXX")" || die "cannot make a temporary file" 1
+trap 'rm -f "$new"' EXIT
 body >"$new"
 printf '# unedited: %s\n' "$(cksum <"$new" | awk '{ print $1 "-" $2 }')" >>"$new"
 
@@ -227,4 +226,4 @@ fi
 cat "$new" >lab.env || die "cannot write lab.env in '$PWD'" 1
 grep '^export' lab.env | sed 's/^export /  /'
 [ -n "$version" ] || say "  note: no llama-server at '$llama': set LLAMA_BIN, here or in lab.env, once it is built"
-say "next: . ./lab.env && bash $SCRIPTS_WORD/preflight.sh"
+say "next: . ./lab.env && bash $SCRIPTS_WORD/fetch-models.sh && bash $SCRIPTS_WORD/preflight.sh"

@@ -17,6 +17,7 @@
 #   OUT         folder for the notebook, the raw records and the server's log [a new one in TMPDIR or /tmp]
 #   MODEL       your own GGUF file [the tiny one]
 #   LLAMA_BIN   llama-server, or the folder that holds it
+#   NGL         layers to put on a GPU [0: all stays on the CPU]
 #   PYTHON      interpreter to use [python3]
 #
 # Exit: 0 when the check has no FAIL, 1 when it has or a load went wrong, 2 for a wrong setting, 130 after Ctrl-C.
@@ -34,6 +35,7 @@ SLOTS=8
 CONTEXT=4096
 
 engine=llama.cpp
+quant=""
 for argument in "$@"; do
   case "$argument" in
   -h | --help) usage; exit 0 ;;
@@ -74,7 +76,7 @@ find_free_port() {
 
 threads=()
 
-# prepare_llama - set LLAMA_BIN, MODEL and QUANT; whatever is not here already is installed and built.
+# prepare_llama - set LLAMA_BIN, MODEL and quant; whatever is not here already is installed and built.
 prepare_llama() {
   local installed packages cache sources
   installed="${LLAMA_BIN:-$(command -v llama-server || true)}"
@@ -95,12 +97,12 @@ prepare_llama() {
     sources="$(cd "$ROOT_DIR" && cat tests/engines/tiny_gguf.py README.md load_test.py 2>/dev/null | cksum || true)"
     MODEL="$cache/tiny-${sources%% *}.gguf"
     [ -f "$MODEL" ] || "$packages" "$ROOT_DIR/tests/engines/tiny_gguf.py" "$MODEL"
-    QUANT=F32
+    quant=F32
     threads=(--threads 1) # it is too small to share out, and a second one would wait in the client's way
   fi
   LLAMA_BIN="$installed"
-  QUANT="${QUANT:-$(gguf_quant "$MODEL")}"
-  QUANT="${QUANT:-$(basename "$MODEL" .gguf)}"
+  quant="${quant:-$(gguf_quant "$MODEL")}"
+  quant="${quant:-$(basename "$MODEL" .gguf)}"
 }
 
 # start_llama - the real server, through the lab's own launcher. Each open request holds one of its HTTP threads,
@@ -116,7 +118,7 @@ start_llama() {
 
 # start_simulation - a server with a known step time: 3 ms and 0.25 ms for each running request.
 start_simulation() {
-  QUANT=none
+  quant=none
   version="$(program load_test.py --version)" # they are released together
   version="${version##* }"
   "$PYTHON" "$SCRIPTS_DIR/simulated_engine.py" --port "$port" --model local-chat --slots "$SLOTS" --context "$CONTEXT" \
@@ -138,7 +140,7 @@ load() {
   step "$label: $prompt_set prompts at $levels"
   attended program load_test.py --base-url "http://127.0.0.1:$port/v1" --model local-chat \
     --label "$label" --prompt-set "$prompt_set" --concurrency "$levels" --requests 40 "$@" \
-    --engine "$engine" --engine-version "$version" --host-desc "$host" --quant "$QUANT" \
+    --engine "$engine" --engine-version "$version" --host-desc "$host" --quant "$quant" \
     --context-length "$CONTEXT" --server-slots "$SLOTS" --labbook "$LABBOOK" --raw "$raw" || status=$?
   [ "$status" -ne 130 ] || exit 130 # Ctrl-C: the load has said so itself
   [ "$status" -eq 0 ] || die "$label ended with status $status: see the lines above and $OUT" 1

@@ -19,12 +19,12 @@ BASH = shutil.which("bash") or "bash"
 
 # Variables that the scripts read: none may leak in from the machine that runs the tests.
 SETTINGS = """
-ALIAS BASH_ENV CACHE_RAM CACHE_TYPE CDPATH CONTAINER_NAME CTX CTX_PER_SLOT DECODE_CONCURRENCY DOCKER GGUF HOST
-HOST_DESC IMAGE KEEP_GOING KV_BYTES KV_DTYPE KV_UNIFIED LABBOOK LAYERS LIMIT_PERCENT LLAMA_BIN LLAMA_PORT LLAMA_QUANT
-LLAMA_VENV LLAMA_VERSION LOGFILE MAX_SEQS MEMORY_GB MEM_FRACTION MEM_FRACTION_A MEM_FRACTION_B MLX_MODEL MLX_PORT
-MLX_QUANT MLX_VENV MODEL MODELS_DIR NGL OUT PAIRS PART PIDFILE PORT PREFIX_CACHING PROMPT_CACHE_SIZE
-PROMPT_CONCURRENCY PYTHON READY_SECONDS SERVED_NAME SLOTS STOP_SECONDS TP_SIZE TRACK VLLM_BLOCK_SIZE VLLM_IMAGE
-VLLM_KV_BYTES VLLM_KV_DTYPE VLLM_MODEL VLLM_PORT VLLM_QUANT VLLM_VENV
+ALIAS BASH_ENV CACHE_RAM CACHE_TYPE CDPATH CONTAINER_NAME CPU_EXPECTED CTX CTX_PER_SLOT DECODE_CONCURRENCY DEVICE
+DOCKER GGUF HF HOST HOST_DESC IMAGE KEEP_GOING KV_BYTES KV_DTYPE KV_UNIFIED LABBOOK LAYERS LIMIT_PERCENT LLAMA_BIN
+LLAMA_PORT LLAMA_QUANT LLAMA_VENV LLAMA_VERSION LOGFILE MAX_SEQS MEMORY_GB MEM_FRACTION MEM_FRACTION_A MEM_FRACTION_B
+MLX_MODEL MLX_PORT MLX_QUANT MLX_VENV MODEL MODELS_DIR NGL OUT PAIRS PART PIDFILE PORT PREFIX_CACHING
+PROMPT_CACHE_SIZE PROMPT_CONCURRENCY PYTHON READY_SECONDS SERVED_NAME SLOTS STOP_SECONDS THREADS TP_SIZE TRACK
+VLLM_BLOCK_SIZE VLLM_IMAGE VLLM_KV_BYTES VLLM_KV_DTYPE VLLM_MODEL VLLM_PORT VLLM_QUANT VLLM_VENV
 """
 
 # What each stand-in starts with: its own name and arguments go to the record.
@@ -37,6 +37,11 @@ args = sys.argv[1:]
 
 def option(name, default=None):
     return args[args.index(name) + 1] if name in args else default
+
+def end_as_told():
+    if "ENDS" in os.environ:
+        print("the server speaks, pid", os.getpid(), flush=True)
+        sys.exit(int(os.environ["ENDS"]))
 
 def serve(*flags):
     engine = [{python!r}, {engine!r}, "--port", option("--port"), "--model", "local-chat", *flags]
@@ -51,11 +56,13 @@ if args == ["--list-devices"]:
     print("Available devices:\\n  " + os.environ.get("DEVICE", "CUDA0: NVIDIA Test (24564 MiB, 24000 MiB free)"))
     sys.exit()
 if args == ["--help"]:
-    print("--no-kv-unified")
+    print(os.environ.get("LLAMA_HELP", "--kv-unified, --no-kv-unified"))
     sys.exit()
-slots = int(os.environ.get("REAL_SLOTS", option("--parallel")))
+slots = int(option("--parallel")) if option("--parallel") != "-1" else 4
 with open(option("--log-file"), "w") as log:
-    log.write("llama_kv_cache: size = 11520.00 MiB\\n")
+    log.write("load_tensors: offloaded 37/37 layers to GPU\\nllama_kv_cache: size = 11520.00 MiB\\n")
+    log.write("srv load_model: initializing, n_slots = %d, n_ctx_slot = 512, kv_unified = 'true'\\n" % slots)
+end_as_told()
 if "LLAMA_DIES" in os.environ:
     sys.exit(os.environ["LLAMA_DIES"])
 serve("--dialect", "llama", "--slots", str(slots), "--context", str(int(option("--ctx-size")) // slots))
@@ -65,12 +72,16 @@ VLLM = """\
 if args == ["--version"]:
     print("0.28.0")
 elif args[:2] == ["bench", "serve"]:
-    n = int(option("--random-input-len"))
     speed = float(os.environ.get("BENCH_SPEED", "1"))
-    tpot_ms = float(os.environ.get("BENCH_TPOT_MS", 10.0 / speed))
+    tpot_ms = float(os.environ.get("BENCH_TPOT_MS", 30.0 / speed))
     runs = sum(json.loads(line)[1:3] == ["bench", "serve"] for line in open(os.environ["RECORD"]))
-    result = {{"completed": 80, "failed": 0, "total_input_tokens": 80 * (n + 9), "total_output_tokens": 80 * 128,
-              "output_throughput": 1000.0 * speed + runs, "median_tpot_ms": tpot_ms, "median_ttft_ms": 50.0}}
+    rate = 615.0 * speed + runs / 10
+    result = {{"date": "20261207-120000", "num_prompts": 80, "max_concurrency": 20, "request_rate": "inf", "failed": 0,
+              "completed": int(os.environ.get("BENCH_COMPLETED", "80")), "duration": 10240 / rate,
+              "total_input_tokens": 80 * (int(option("--random-input-len")) + 9), "total_output_tokens": 10240,
+              "request_throughput": rate / 128, "output_throughput": rate}}
+    for name, ms in (("ttft", 180.0), ("tpot", tpot_ms), ("itl", tpot_ms), ("e2el", 180.0 + 127 * tpot_ms)):
+        result.update({{"%s_%s_ms" % (which, name): ms for which in ("mean", "median", "p50", "p90")}})
     if "BENCH_FAILS" in os.environ:
         sys.exit("the bench broke")
     os.makedirs(option("--result-dir"), exist_ok=True)
@@ -80,9 +91,7 @@ else:
     print("GPU KV cache size: 81,920 tokens, Maximum concurrency for 4,096 tokens per request: 20.00x", flush=True)
     if "VLLM_DIES" in os.environ:
         sys.exit(os.environ["VLLM_DIES"])
-    if "VLLM_ENDS" in os.environ:
-        print("pid", os.getpid())
-        sys.exit(int(os.environ["VLLM_ENDS"]))
+    end_as_told()
     serve("--dialect", "vllm", "--slots", option("--max-num-seqs"), "--context", option("--max-model-len"))
 """
 
@@ -92,8 +101,8 @@ if args[:2] == ["image", "inspect"]:
 if args[:2] == ["container", "inspect"]:
     sys.exit("CONTAINER_EXISTS" not in os.environ)
 if args[0] == "run":
-    print("the container speaks")
-    sys.exit(7)
+    end_as_told()
+    sys.exit("the container ended")
 if args[0] == "exec":
     where = args.index("vllm")
     os.execvp("vllm", args[where:])
@@ -105,11 +114,8 @@ if args[0] == "cp":
 MLX_PYTHON = """\
 if args[0] == "-c":
     print("0.32.2" if 'print(version("mlx-lm"))' in args[1] else "mlx-lm 0.32.2 mlx 0.32.4")
-elif "MLX_ENDS" in os.environ:
-    print("the server speaks")
-    sys.exit(7)
 else:
-    args[:0] = []
+    end_as_told()
     engine = [{python!r}, {engine!r}, "--port", option("--port"), "--model", option("--model"), "--slots", "32"]
     os.execv({python!r}, engine + ["--cache", "pool", "--a-ms", "1", "--b-ms", "0.05"])
 """
@@ -121,13 +127,29 @@ query = [arg for arg in args if arg.startswith("--query-gpu=")][0].split("=", 1)
 print(facts[query])
 """
 
+# Hugging Face's command: a sparse file, or a folder with a config, of the size in BYTES.
+HF = """\
+if "HF_BREAKS" in os.environ:
+    sys.exit("the connection was lost")
+file = args[2] if not args[2].startswith("--") else "weights"
+os.makedirs(option("--local-dir"), exist_ok=True)
+with open(os.path.join(option("--local-dir"), "config.json"), "w") as text:
+    text.write("{{}}")
+with open(os.path.join(option("--local-dir"), file), "wb") as stream:
+    stream.write(b"GGUF")
+    stream.truncate(int(os.environ["BYTES"]))
+"""
+
 # Stand-ins for the three programs, for tests of what the scripts ask of them and do with their answers.
 FAKE_PROGRAM = """\
 for entry in os.environ.get("ANSWERS", "").split(";"):
     words, _, answer = entry.partition("=>")
     if words and all(word in sys.argv for word in words.split()):
         status, _, path = answer.partition(",")
-        if path:
+        if path and "--prompt-set" in args:  # a load: its record goes to the notebook
+            with open(option("--labbook"), "a") as notebook:
+                notebook.write(open(path).read())
+        elif path:
             sys.stdout.write(open(path).read())
         sys.exit(int(status))
 """
@@ -136,6 +158,7 @@ STAND_INS = {
     "llama-server": LLAMA_SERVER,
     "vllm": VLLM,
     "docker": DOCKER,
+    "hf": HF,
     "nvidia-smi": NVIDIA_SMI,
 }
 PROGRAMS = ("load_test.py", "summarise_load.py", "serving_arithmetic.py")
@@ -185,6 +208,15 @@ class Lab:
         """Put the real programs where their stand-ins were."""
         for program in programs:
             shutil.copy(self.root / program, self.repository / program)
+
+    def gguf(self, size: int, magic: bytes = b"GGUF") -> Path:
+        """The lab's own GGUF file, sparse, of this size."""
+        path = self.home / "models" / "unsloth" / "Qwen3-8B-GGUF" / "Qwen3-8B-Q4_K_M.gguf"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as stream:
+            stream.write(magic)
+            stream.truncate(size)
+        return path
 
     def model(self, name: str, **sizes: int) -> Path:
         """A checkpoint's folder below the home's models, with config.json and sparse files of these sizes."""

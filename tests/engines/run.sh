@@ -45,7 +45,8 @@ set -euo pipefail
 #                                           connect; 15 pass, 3 warn
 # No request failed. The warnings are what one engine's notebook lacks, and the client, which shares the cores.
 
-HERE="$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)"
+HERE="$(CDPATH=''; f="$0"; while [ -L "$f" ]; do cd -P -- "$(dirname -- "$f")"; f="$(readlink -- "${f##*/}")"; done
+  cd -P -- "$(dirname -- "$f")" && pwd)" # also through a symbolic link
 # shellcheck source=scripts/lib.sh
 . "$HERE/../../scripts/lib.sh"
 # shellcheck source=scripts/servers.sh
