@@ -138,7 +138,7 @@ load() {
   local label="$1" prompt_set="$2" levels="$3" status=0
   shift 3
   step "$label: $prompt_set prompts at $levels"
-  attended program load_test.py --base-url "http://127.0.0.1:$port/v1" --model local-chat \
+  attended "$PYTHON" "$ROOT_DIR/load_test.py" --base-url "http://127.0.0.1:$port/v1" --model local-chat \
     --label "$label" --prompt-set "$prompt_set" --concurrency "$levels" --requests 40 "$@" \
     --engine "$engine" --engine-version "$version" --host-desc "$host" --quant "$quant" \
     --context-length "$CONTEXT" --server-slots "$SLOTS" --labbook "$LABBOOK" --raw "$raw" || status=$?

@@ -31,7 +31,7 @@ repeat_with() {
 }
 
 # attended COMMAND... - run it in the background and wait, so that bash acts on a signal at once, not only when the
-# command has ended by itself.
+# command has ended by itself. A command, not a function: CHILD_PID must be its own.
 attended() {
   local status=0
   "$@" &
@@ -70,8 +70,10 @@ need_server() {
 
 # shown_program NAME ARG... - run one of the three programs, its command shown first.
 shown_program() {
+  local name="$1"
   show_command python3 "$@"
-  attended program "$@"
+  shift
+  attended "$PYTHON" "$ROOT_DIR/$name" "$@"
 }
 
 # probe_endpoint PORT MODEL - one request by hand: the figures that every level divides by must be there.

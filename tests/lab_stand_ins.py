@@ -248,6 +248,7 @@ class Lab:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
+            start_new_session=True,  # a group of its own, as a terminal's foreground job has
             # Where the tests themselves run in the background, SIGINT is ignored, and bash cannot trap it then.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
