@@ -30,6 +30,11 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "
 # ---------------------------------------------------------------------------------------------------------------
 
 
+def gpu_layers(text: str) -> int:
+    """llama.cpp's own numbers for the two words."""
+    return {"auto": -1, "all": -2}.get(text) or int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -49,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--threads-http", type=int, default=-1, help="threads for HTTP; each open request holds one")
     add("-b", "--batch-size", type=int, help="most tokens of a prompt taken in one step")
     add("-ub", "--ubatch-size", type=int, help="most tokens computed at once")
-    add("-ngl", "--n-gpu-layers", type=int, default=-1, help="layers on the GPU (the CPU wheel has none)")
+    add("-ngl", "--n-gpu-layers", type=gpu_layers, default=-1, help="number, all or auto (the CPU wheel has no GPU)")
     add("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of cached keys")
     add("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of cached values")
     add("-cram", "--cache-ram", type=int, default=0, help="host prompt cache, MiB")
