@@ -45,10 +45,12 @@ def test_llama_goes_through_all_of_its_steps(root: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
     assert done.stdout.rstrip().endswith("PASS")
     assert done.stdout.count("agrees with the prediction") == 4, "the sweep's server and the three variants'"
-    assert "allocated something else" not in done.stdout
-    folder = tmp_path / "the proof" / "llama"
-    lines = (folder / "labbook.md").read_text("utf-8").splitlines()
-    levels = [record for record in map(json.loads, lines) if "concurrency" in record]
+    assert "does not agree" not in done.stdout
+    folder = tmp_path / "the proof"
+    book = (folder / "labbook.md").read_text("utf-8")
+    assert book.startswith((root / "labbook.md").read_text("utf-8")), "the lab's own notebook, with its ten steps"
+    records = [json.loads(line) for line in book.splitlines() if line.startswith("{")]
+    levels = [record for record in records if "concurrency" in record]
     assert {level["label"] for level in levels} == {
         *("llama-baseline", "llama-prefix-unique", "llama-prefix-shared"),
         *("llama-slots8", "llama-ctx2048", "llama-kv-alt"),
@@ -56,7 +58,7 @@ def test_llama_goes_through_all_of_its_steps(root: Path, tmp_path: Path) -> None
     assert not any(level["failed"] for level in levels)
     (fewer,) = (level for level in levels if level["label"] == "llama-slots8")
     assert fewer["server"]["slots"] == 8 and fewer["server"]["peak_busy_slots"] == 8
-    assert (folder / "transcript.txt").read_text("utf-8") in done.stdout
+    assert (folder / "llama" / "transcript.txt").read_text("utf-8") in done.stdout
 
 
 def test_an_engine_that_is_not_there_fails_alone_and_is_named(root: Path, tmp_path: Path) -> None:
