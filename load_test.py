@@ -35,6 +35,7 @@ import datetime
 import errno
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -1993,6 +1994,101 @@ class ServerWatch:
             await asyncio.sleep(every_s)
 
 
+GPU_FIELDS = ("index", "name", "power.draw", "temperature.gpu", "clocks.sm", "memory.used")
+GPU_LINES = 100_000  # a day at one a second; whoever prints more is not nvidia-smi
+GPU_LINE_CHARS = 1000
+
+
+class GpuWatch:
+    """nvidia-smi in a process of its own for the whole run: its lines, each with the moment it was read at, by a
+    thread that nobody waits for. Where there is none, there are no lines."""
+
+    def __init__(self, every_s: float) -> None:
+        self.lines: list[tuple[float, str]] = []
+        command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+        command.append(f"--loop-ms={max(100, round(every_s * 1000))}")
+        self._process: subprocess.Popen[str] | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # a terminal's Ctrl-C is ours alone
+            )
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # closed under us
+            while len(self.lines) < GPU_LINES and (line := self._process.stdout.readline(GPU_LINE_CHARS)):
+                self.lines.append((time.perf_counter(), line))
+        self.close()
+
+    def between(self, begin: float, end: float) -> list[str]:
+        """The lines that were read in this time."""
+        return [line for at_s, line in self.lines if begin <= at_s <= end]
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.kill()
+
+
+def is_local(address: tuple[Any, ...]) -> bool:
+    """Whether an address is this machine's: only then is its GPU the server's."""
+    family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def gpu_figures(lines: Sequence[str], output_tokens: int, wall_s: float) -> dict[str, Any] | None:
+    """The `gpu` object of a level from nvidia-smi's CSV lines: power and memory added over the GPUs, temperature the
+    highest, clock the lowest of the one that drew most power. None where no line can be read; a figure that
+    nvidia-smi does not know ("[N/A]") is null."""
+    readings: dict[str, list[list[float | None]]] = {}
+    names: dict[str, str] = {}
+    for line in lines:
+        index, *cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == len(GPU_FIELDS) - 1 and index.isdecimal():
+            names[index] = printable(cells[0])
+            readings.setdefault(index, []).append([_number_or_none(cell) for cell in cells[1:]])
+    if not readings:
+        return None
+    columns = {index: [_known(column) for column in zip(*rows)] for index, rows in readings.items()}
+    powers = {index: math.fsum(power) / len(power) for index, (power, _, _, _) in columns.items() if power}
+    busiest = max(powers or columns, key=lambda index: powers.get(index, 0.0))
+    memories = [max(memory) for _, _, _, memory in columns.values() if memory]
+    power_w = math.fsum(powers.values()) if powers else None
+    return {
+        "name": ", ".join(f"{count} x {name}" for name, count in collections.Counter(names.values()).items()),
+        "power_w_mean": None if power_w is None else round(power_w, 2),
+        "temperature_c_max": max((value for _, column, _, _ in columns.values() for value in column), default=None),
+        "sm_clock_mhz_min": min(columns[busiest][2], default=None),
+        "memory_used_mib_max": math.fsum(memories) if memories else None,
+        "tokens_per_joule": round(output_tokens / (power_w * wall_s), 4) if power_w and wall_s > 0 else None,
+    }
+
+
+def _number_or_none(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value <= MAX_COUNT else None
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 def growth(before: Snapshot, after: Snapshot, key: str) -> float | None:
     """How far a counter grew; None where it was not read twice, or fell (a restart)."""
     first, last = before.metrics.get(key), after.metrics.get(key)
@@ -2035,7 +2131,7 @@ def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot
 # In: request records and a LevelRun. Out: the figures of the level record, and the lines printed of it. No clock.
 
 LAG_SHARE_OF_TPOT = 0.25
-BUSY_CPU_FRACTION = 0.8
+BUSY_CPU_FRACTION, BUSY_WALL_S = 0.8, 1.0  # of a shorter level it says nothing
 PAUSE_S, PAUSE_SHARE = 0.1, 0.03  # a client that stood still so long, and for so much of a level, has bent its figures
 STEADY_DIFFERENCE = 0.03  # between steady state and whole level: ramp and drain show
 CACHED_DISAGREEMENT = 0.02  # of the prompt tokens
@@ -2067,10 +2163,6 @@ def summary(values: Iterable[float], zeros: int = 0) -> dict[str, float | None]:
         mean=math.fsum(ordered) / count, min=0.0 if zeros else ordered[0], max=ordered[-1] if ordered else 0.0
     )
     return {key: round(value, 6) for key, value in figures.items()}
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _mean(values: Sequence[float], digits: int = 2) -> float | None:
@@ -2262,6 +2354,24 @@ def level_figures(
     }
 
 
+def by_turn(turned: Sequence[tuple[int, RequestRecord]]) -> list[dict[str, Any]]:
+    """Of each turn of the conversations, over its successes: how many, median TTFT, mean prompt and cached tokens."""
+    turns: dict[int, list[RequestRecord]] = {}
+    for turn, request in turned:
+        if request.ok:
+            turns.setdefault(turn, []).append(request)
+    return [
+        {
+            "turn": turn,
+            "completed": len(good),
+            "ttft_p50_s": summary(_known(request.ttft_s for request in good))["p50"],
+            "prompt_tokens_mean": _mean(_known(request.prompt_tokens for request in good)),
+            "cached_tokens_mean": mean_cached(good),
+        }
+        for turn, good in sorted(turns.items())
+    ]
+
+
 def run_figures(run: LevelRun) -> dict[str, Any]:
     """Figures that need more than per-request records: the moment of each delta, and the client's cost."""
     good = [item.seen for item in run.finished if item.seen.failure is None]
@@ -2296,7 +2406,7 @@ def client_warning(record: dict[str, Any]) -> str | None:
     if tpot_s is not None and floor_s > LAG_SHARE_OF_TPOT * tpot_s:
         best_case = f"its floor of {floor_us:.1f} us per delta, in bursts and so a best case, x c"
         reasons.append(f"{best_case} is at least {floor_s * 1e3:.1f} ms a token")
-    if (client["cpu_fraction"] or 0.0) > BUSY_CPU_FRACTION:
+    if (client["cpu_fraction"] or 0.0) > BUSY_CPU_FRACTION and record["wall_s"] >= BUSY_WALL_S:
         reasons.append(f"{client['cpu_fraction'] * 100:.0f} % of one core")
     if not reasons:
         return None
@@ -2335,7 +2445,8 @@ def level_lines(record: dict[str, Any], aliases: Iterable[str] = (), latency: bo
         f"latency mean {_figure(record['e2e_s']['mean'], '.3f')} s  max {_figure(record['e2e_s']['max'], '.3f')} s"
         f"  total {record['wall_s']:.3f} s  aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
     )
-    remarks = [quality, error, *_shape_lines(record), server_line(record), split_line(record)]
+    remarks = [quality, error, *_shape_lines(record), server_line(record), gpu_line(record)]
+    remarks += [split_line(record), turns_line(record)]
     remarks += [models_line(record, aliases), client_warning(record), cached_disagreement(record)]
     remarks.append(buffered if record["coalesced"] else None)
     remarks.append("interrupted: this level is not whole" if record["interrupted"] else None)
@@ -2370,6 +2481,19 @@ def server_line(record: dict[str, Any]) -> str | None:
     return "server: " + (", ".join(told) if told else "says nothing of itself")
 
 
+def gpu_line(record: dict[str, Any]) -> str | None:
+    """One line of the GPU, where --sample could ask nvidia-smi."""
+    gpu = record["gpu"]
+    if gpu is None:
+        return None
+    return (
+        f"gpu: {gpu['name']}  power mean {_figure(gpu['power_w_mean'], '.1f')} W"
+        f"  up to {_figure(gpu['temperature_c_max'], '.0f')} C"
+        f"  SM clock down to {_figure(gpu['sm_clock_mhz_min'], '.0f')} MHz"
+        f"  memory {_figure(gpu['memory_used_mib_max'], '.0f')} MiB  {_figure(gpu['tokens_per_joule'], '.2f')} tokens/J"
+    )
+
+
 def split_line(record: dict[str, Any]) -> str | None:
     """One line of where the time to first token went."""
     split = record["ttft_split_s"]
@@ -2377,6 +2501,18 @@ def split_line(record: dict[str, Any]) -> str | None:
         return None
     parts = "  ".join(f"{name} {_figure(split[name]['mean'], '.3f')}" for name in ("queue", "prefill", "rest"))
     return f"TTFT mean split: {parts}"  # means add up, medians do not
+
+
+def turns_line(record: dict[str, Any]) -> str | None:
+    """One line of how TTFT and cached tokens go with the turn of a conversation."""
+    if record["by_turn"] is None:
+        return None
+    ttfts = " ".join(_figure(turn["ttft_p50_s"], ".3f") for turn in record["by_turn"])
+    cached = " ".join(
+        f"{_figure(turn['cached_tokens_mean'], '.0f')}/{_figure(turn['prompt_tokens_mean'], '.0f')}"
+        for turn in record["by_turn"]
+    )
+    return f"by turn: TTFT p50 {ttfts} s  cached/prompt {cached} tok"
 
 
 def models_line(record: dict[str, Any], aliases: Iterable[str]) -> str | None:
@@ -2534,6 +2670,106 @@ class Notebook:
         return missing
 
 
+# ---------------------------------------------------------------- beyond a fixed ladder
+# In: what was measured so far. Out: which level to run next, or that it is enough. No server, no clock.
+
+SEARCH_MOST = 256  # the highest level of a search, where none is given
+NEIGHBOURS = 0.05  # two levels so close are not told apart
+SETTLED, SETTLED_OF = 0.05, 3  # a warm-up is over once so many TPOTs in a row lie so close
+WARMUP_MOST, WARMUP_LIMIT_S = 20, 60.0
+LEAST_REPEATS, MOST_REPEATS = 3, 10  # of --until
+# two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond them 1.96 + 2.4 / df is as good
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+class Tried(NamedTuple):
+    """One run of a level: whether no request failed and both p90s were inside the SLO."""
+
+    concurrency: int
+    inside: bool
+
+
+def bracket(tried: Sequence[Tried]) -> tuple[int, int | None]:
+    """The highest level that was inside in each of its runs (0: none), and the lowest one above it that was not
+    (None: none was).
+
+    >>> bracket([Tried(1, True), Tried(20, True), Tried(40, False), Tried(80, False)])
+    (20, 40)
+    """
+    outside = {run.concurrency for run in tried if not run.inside}
+    low = max((run.concurrency for run in tried if run.concurrency not in outside), default=0)
+    return low, min((concurrency for concurrency in outside if concurrency > low), default=None)
+
+
+def next_level(tried: Sequence[Tried], most: int) -> int | None:
+    """The level to run next in search of the highest one inside, at most `most`; None once that one was inside twice,
+    or none is: doubled until one is outside, then the gap halved until both ends are neighbours.
+
+    >>> next_level([Tried(1, True), Tried(20, True)], 256), next_level([Tried(20, True), Tried(40, False)], 256)
+    (40, 30)
+    """
+    low, high = bracket(tried)
+    if low < most:
+        if high is None:
+            return min(2 * low, most)
+        if high - low > max(1.0, NEIGHBOURS * low):
+            return min((low + high) // 2, most)
+    confirmed = sum(run.concurrency == low for run in tried) > 1
+    return low if low and not confirmed else None
+
+
+def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried], most: int) -> str:
+    """What a search has found, in one sentence with its conditions."""
+    low, high = bracket(tried)
+    last = records[-1]
+    terms = (
+        f"TTFT {last['slo_ttft_s']:g} s and TPOT {last['slo_tpot_s']:g} s at the 90th percentile "
+        f"({last['prompt_set']} prompts, at most {last['max_tokens']} tokens each)"
+    )
+    if not low:
+        return f"No level stays inside {terms}: {high} in flight is outside already."
+    runs = [record for record in records if record["concurrency"] == low]
+    tpots = sorted(_known(record["tpot_s"]["p50"] for record in runs))
+    each = f", each then reading {1 / percentile(tpots, 50):.1f} tokens/s" if tpots and tpots[0] > 0 else ""
+    rates = sorted(_known(record["output_tokens_per_s"] for record in runs))
+    beyond = f"{max(most, low)} was the highest tried" if high is None else f"{high} is outside"
+    return (
+        f"{'At least' if high is None else 'Up to'} {low} request(s) at once stay inside {terms}{each}; {beyond}; "
+        f"{len(runs)} run(s) at {low}, all inside, {rates[0]:.1f} to {rates[-1]:.1f} tok/s."
+    )
+
+
+def relative_interval(values: Sequence[float]) -> float | None:
+    """Half the 95 % interval of the mean (Student's t), as a share of the mean; None below two values or at mean 0.
+
+    >>> round(relative_interval([98.0, 100.0, 102.0]), 4)
+    0.0497
+    """
+    count = len(values)
+    mean = math.fsum(values) / count if count else 0.0
+    if count < 2 or mean <= 0:
+        return None
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    quantile = T_95[count - 2] if count - 2 < len(T_95) else 1.96 + 2.4 / (count - 1)
+    return quantile * deviation / math.sqrt(count) / mean
+
+
+def not_settled(rates: Mapping[int, Sequence[float]], percent: float) -> dict[int, float | None]:
+    """The levels whose mean throughput is not known to within +- `percent` % yet, with the share it is known to."""
+    shares = {concurrency: relative_interval(values) for concurrency, values in rates.items()}
+    return {c: share for c, share in shares.items() if share is None or share * 100 > percent}
+
+
+def is_warm(tpots: Sequence[float | None]) -> bool:
+    """Whether the last SETTLED_OF of these lie within SETTLED of each other.
+
+    >>> is_warm([0.06, 0.06, 0.02, 0.0201]), is_warm([0.06, 0.0200, 0.0201, 0.0205])
+    (False, True)
+    """
+    last = _known(tpots[-SETTLED_OF:])
+    return len(last) == SETTLED_OF and max(last) <= min(last) * (1 + SETTLED)
+
+
 # ---------------------------------------------------------------- options
 # In: argv. Out: frozen Options, the only form in which anything above or below knows them.
 
@@ -2562,6 +2798,11 @@ def _number(kind: Callable[[str], Any], what: str, least: float, above: bool = F
 _count = _number(int, "a whole number of at least 1", 1)
 _count_or_0 = _number(int, "a whole number of at least 0", 0)
 _seconds = _number(float, "a number of seconds above 0", 0, above=True)
+
+
+def parse_warmup(text: str) -> int | None:
+    """How many requests, or None for "auto"."""
+    return None if text == "auto" else int(_count_or_0(text))
 
 
 def parse_levels(text: str) -> tuple[int, ...]:
@@ -2731,8 +2972,34 @@ class Options:
         "make the random tags repeatable (default: new ones every run)",
         _number(int, "a whole number", -MAX_SETTING),
     )
-    warmup: int = _option("--warmup N", 1, "requests sent and discarded first", _count_or_0)
+    warmup: int | None = _option(
+        "--warmup N",
+        1,
+        f"requests sent and discarded first; auto: until TPOT has settled, at most {WARMUP_MOST}",
+        parse_warmup,
+    )
     repeat: int = _option("--repeat N", 1, "run the ladder N times, interleaved", _count)
+    until: float | None = _option(
+        "--until PCT",
+        None,
+        "repeat the ladder until the mean output throughput of each level is known to +- PCT %% (95 %% interval), "
+        f"{LEAST_REPEATS} to N times (without --repeat N: {MOST_REPEATS})",
+        _number(float, "a number of per cent above 0", 0, above=True),
+    )
+    search: int | None = _option(
+        "--find-operating-point [MAX]",
+        None,
+        f"after the ladder, search the highest level inside the SLO, up to MAX (without it {SEARCH_MOST})",
+        _count,
+        nargs="?",
+        const=SEARCH_MOST,
+    )
+    duration_s: float | None = _option(
+        "--duration S", None, "a level hands out requests for S seconds, instead of a number of them", _seconds
+    )
+    turns: int | None = _option(
+        "--turns N", None, "each worker holds conversations of N questions, each sent with all that was said", _count
+    )
 
     label: str = _option(
         "--label NAME", "run", "name of the sweep, one word", parse_label, group="what the record says of the server"
@@ -2761,15 +3028,18 @@ class Options:
     )
     probe: bool = _option("--probe", False, "send one request, show what came, measure nothing")
     calibrate: bool = _option("--calibrate", False, "first measure this client against a server that costs nothing")
-    sample_s: float | None = _option("--sample S", None, "read /slots and /metrics every S seconds", _seconds)
+    sample_s: float | None = _option(
+        "--sample S", None, "read /slots, /metrics and nvidia-smi every S seconds", _seconds
+    )
     stop_at_slo: bool = _option("--stop-at-slo", False, "no higher level once a level's p90s leave the SLO")
     recovery_check: bool = _option(
         "--recovery-check", False, "at the end: is the server idle, does it answer a fresh request?"
     )
 
     def requests_at(self, concurrency: int) -> int:
-        """How many requests a level has."""
-        return max(self.requests, self.min_rounds * concurrency)
+        """How many requests a level has, in whole conversations."""
+        turns = self.turns or 1
+        return -(-max(self.requests, self.min_rounds * concurrency) // turns) * turns
 
     def inside(self, record: dict[str, Any]) -> bool:
         """Whether both p90s of a level are within the SLO; without a TPOT (single tokens) there is none to fail."""
@@ -2863,11 +3133,30 @@ def same_file(first: str, second: str) -> bool:
         return False
 
 
-def parse_options(argv: Sequence[str] | None) -> Options:
+def check_load(options: Options) -> None:
+    """Raises UsageError where a level could never be filled."""
+    if options.duration_s is not None or options.probe:
+        return
+    turns = options.turns or 1
+    for concurrency in options.concurrency:
+        if options.requests_at(concurrency) < turns * concurrency:
+            raise UsageError(
+                f"--concurrency {concurrency} with --requests {options.requests}: that level would never be filled; "
+                f"--min-rounds {max(4, turns)} gives it enough for each worker"
+            )
+
+
+def parse_options(argv: Sequence[str]) -> Options:
     """The checked options. Raises UsageError; SystemExit(0) after --help and --version."""
     args = build_parser().parse_args(argv)
-    if args.prompts_file is not None and args.prompt_set is not None:
-        raise UsageError("--prompts and --prompt-set exclude each other; keep one")
+    given = {argument.partition("=")[0] for argument in argv}
+    for pair in (("--prompts", "--prompt-set"), ("--duration", "--requests"), ("--duration", "--min-rounds")):
+        if given.issuperset(pair):
+            raise UsageError(f"{' and '.join(pair)} exclude each other; keep one")
+    if args.until is not None and "--repeat" not in given:
+        args.repeat = MOST_REPEATS
+    if args.until is not None and args.repeat < LEAST_REPEATS:
+        raise UsageError(f"--until needs at least {LEAST_REPEATS} repeats, --repeat allows {args.repeat}")
     if args.raw is not None and same_file(args.raw, args.labbook):
         raise UsageError(f"--raw {args.raw}: is the notebook itself; name another file")
     target = parse_base_url(args.base_url)
@@ -2884,12 +3173,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     if "temperature" in dict(args.rename_field) and dict(args.rename_field)["temperature"] is None:
         args.temperature = None
     options = Options(target=target, headers=headers, secrets=hidden, prompts=prompts, **vars(args))
-    for concurrency in () if options.probe else options.concurrency:
-        if options.requests_at(concurrency) < concurrency:
-            raise UsageError(
-                f"--concurrency {concurrency} with --requests {options.requests}: that level would never be filled; "
-                "--min-rounds 4 gives it four requests for each worker"
-            )
+    check_load(options)
     return options
 
 
@@ -2970,6 +3254,8 @@ RETRY_S = 0.2  # between two looks at a server that is not ready or not idle
 IDLE_LIMIT_S = 60.0  # how long --recovery-check waits for the server to say that it is idle
 SILENT_LOOKS = 4  # looks in a row without any load told, after which the server counts as silent
 SHORT_TOKENS = 8  # of a request whose answer nobody measures
+CHARS_PER_TOKEN = 4  # of English text, roughly
+WARMUP_TOKENS = 32  # enough steps for a TPOT that can be compared
 
 
 @dataclasses.dataclass
@@ -3090,6 +3376,20 @@ async def context_and_slots(service: Service) -> tuple[int | None, int | None]:
     return context, slots
 
 
+async def tell_context(service: Service, console: Console) -> None:
+    """Say before the load where conversations will outgrow the context, as far as that can be known."""
+    options = service.options
+    context = (await context_and_slots(service))[0] or options.context_length
+    first, next_one, turns = prompts_of(options), follow_ups_of(options), options.turns or 1
+    texts = [json.dumps(messages) for messages in (first(0), *(next_one(turn) for turn in range(1, turns)))]
+    needed = sum(map(len, texts)) // CHARS_PER_TOKEN + turns * options.max_tokens
+    if context is not None and needed > context:
+        console.warn(
+            f"--turns {turns}: a conversation may need about {needed} tokens, the context is {context}: later turns "
+            "will fail or be cut; fewer turns, --max-tokens, or a larger context"
+        )
+
+
 async def probe(service: Service, messages: Messages, console: Console) -> None:
     """One request by hand: show what came, and fail where a figure is missing that levels divide by.
     Raises ServerFault."""
@@ -3122,12 +3422,32 @@ async def probe(service: Service, messages: Messages, console: Console) -> None:
     console.say("  probe passed")
 
 
-async def warm_up(service: Service, console: Console) -> None:
-    """Short requests that share no text with the prompt sets, sent together and thrown away. Raises ServerFault where
-    every one was refused."""
+class WarmUp(NamedTuple):
+    """How many requests were sent before the load, and whether TPOT had settled by then (None: nobody looked)."""
+
+    requests: int
+    settled: bool | None
+
+
+async def warm_up(service: Service, console: Console) -> WarmUp:
+    """Short requests that share no text with the prompt sets, thrown away: a number of them sent together, or, with
+    `auto`, one at a time until TPOT has settled. Raises ServerFault where every one was refused."""
     count, together = service.options.warmup, max(service.options.concurrency)
     seen: list[Observation] = []
-    while len(seen) < count:
+    settled: bool | None = None
+    if count is None:
+        tpots: list[float | None] = []
+        give_up_at = time.monotonic() + WARMUP_LIMIT_S
+        while not is_warm(tpots) and len(tpots) < WARMUP_MOST and time.monotonic() < give_up_at:
+            seen.append(await service.say_hello(WARMUP_TOKENS))
+            tpots.append(seen[-1].record(0, 0.0).tpot_s)
+        settled = is_warm(tpots)
+        last = ", ".join(_figure(tpot, ".4f") for tpot in tpots[-SETTLED_OF:])
+        if settled:
+            console.say(f"warm-up: settled after {len(seen)} requests (TPOT {last} s)")
+        else:
+            console.warn(f"warm-up: TPOT had not settled after {len(seen)} requests (the last: {last} s)")
+    while count is not None and len(seen) < count:
         batch = min(together, count - len(seen))
         seen += await asyncio.gather(*(service.say_hello() for _ in range(batch)))
     failures = [one.failure for one in seen if one.failure is not None]
@@ -3137,6 +3457,7 @@ async def warm_up(service: Service, console: Console) -> None:
         raise ServerFault(
             f"every warm-up request was refused at {service.options.target.base_url}; nothing was measured"
         )
+    return WarmUp(len(seen), settled)
 
 
 async def recovery_check(service: Service, watch: ServerWatch, console: Console) -> dict[str, Any]:
@@ -3250,7 +3571,7 @@ async def null_server() -> None:
 PROGRESS_S = 0.5
 RECORDED = (
     *("label", "engine", "engine_version", "host", "quant", "context_length", "server_slots", "prompt_set"),
-    *("max_tokens", "temperature", "seed", "warmup", "slo_ttft_s", "slo_tpot_s"),
+    *("max_tokens", "temperature", "seed", "slo_ttft_s", "slo_tpot_s", "duration_s", "turns"),
 )
 
 
@@ -3265,6 +3586,13 @@ def prompts_of(options: Options) -> Callable[[int], Messages]:
     if given is not None:
         return lambda index: given[index % len(given)]
     return built_in_prompts(options.prompt_set, random_tags(options.seed))
+
+
+def follow_ups_of(options: Options) -> Callable[[int], Messages]:
+    """What is asked next in a conversation: the file's next prompt, or a question without a tag or a preamble."""
+    if options.prompts is not None:
+        return prompts_of(options)
+    return lambda index: _user(QUESTIONS[index % len(QUESTIONS)])
 
 
 class Files:
@@ -3356,6 +3684,20 @@ async def end_task(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM outside a level."""
+
+
+async def unless_stopped(stop: asyncio.Future[None], work: Awaitable[Any]) -> Any:
+    """The result of `work`, or Interrupted once a signal has come."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        await end_task(task)
+        raise Interrupted
+    return task.result()
+
+
 class Load:
     """The levels of one run: each is run, measured, written and printed before the next."""
 
@@ -3363,14 +3705,20 @@ class Load:
         self.options = service.options
         self.service, self.console, self.stop, self.files = service, console, stop, files
         self.prompt_of = prompts_of(self.options)
-        self.watch: ServerWatch | None = None  # where --sample asks for it
+        self.follow_up = follow_ups_of(self.options)
+        self.records: list[dict[str, Any]] = []  # of whole levels
+        self.warmup = WarmUp(0, None)
+        self.watch: ServerWatch | None = None  # these two where --sample asks for them
+        self.gpu: GpuWatch | None = None
         self.floors: dict[int, Floor] = {}
 
     async def ladder(self) -> None:
-        """Every level, `repeat` times over. Raises ServerFault where one completes no request, ClientFault."""
-        for repeat in range(self.options.repeat):
+        """Every level, `repeat` times over, with --until perhaps fewer. Raises ServerFault where one completes no
+        request, ClientFault."""
+        options = self.options
+        for repeat in range(options.repeat):
             missed_at = math.inf
-            for concurrency in self.options.concurrency:
+            for concurrency in options.concurrency:
                 if concurrency > missed_at:
                     continue
                 record = await self.level(concurrency, repeat)
@@ -3378,39 +3726,104 @@ class Load:
                     return
                 if record is None or not record["completed"]:
                     raise ServerFault(f"level c={concurrency} completed no request; the ladder ends with it")
-                if self.options.stop_at_slo and not self.options.inside(record):
+                if options.stop_at_slo and not options.inside(record):
                     self.console.say(f"stopped at c={concurrency}: TTFT p90 or TPOT p90 is outside the SLO")
                     missed_at = min(missed_at, concurrency)
+            if options.until is not None and repeat + 1 >= LEAST_REPEATS:
+                wide = not_settled(self.rates(), options.until)
+                if not wide:
+                    self.console.say(f"settled after {repeat + 1} repeats: each level within +- {options.until:g} %")
+                    return
+                if repeat + 1 == options.repeat:
+                    shares = [f"c={c} +- {'n/a' if w is None else format(w * 100, '.1f')} %" for c, w in wide.items()]
+                    self.console.warn(f"not settled to +- {options.until:g} % after {repeat + 1}: {', '.join(shares)}")
 
-    async def level(self, concurrency: int, repeat: int) -> dict[str, Any] | None:
+    def rates(self) -> dict[int, list[float]]:
+        """Output throughput of each run, by level."""
+        rates: dict[int, list[float]] = {}
+        for record in self.records:
+            rates.setdefault(record["concurrency"], []).append(record["output_tokens_per_s"] or 0.0)
+        return rates
+
+    async def search(self, most: int) -> None:
+        """Levels until the highest one inside the SLO is known, and the answer. Raises ServerFault, ClientFault."""
+
+        def tried() -> list[Tried]:
+            return [Tried(one["concurrency"], not one["failed"] and self.options.inside(one)) for one in self.records]
+
+        while (concurrency := next_level(tried(), most)) is not None:
+            earlier = [one["repeat"] for one in self.records if one["concurrency"] == concurrency]
+            record = await self.level(concurrency, max(earlier, default=-1) + 1, searched=True)
+            if self.stop.done() or record is None:
+                return
+            if not record["completed"]:
+                seen: Observation = await unless_stopped(self.stop, self.service.say_hello())
+                if seen.failure is not None:
+                    raise ServerFault(f"the server answers no more after c={concurrency}: {seen.failure.message}")
+        self.console.say(search_answer(self.records, tried(), most))
+
+    def supply(self, run: LevelRun) -> Supply:
+        """What the workers of a level send: conversations of --turns questions, as a rule of one. Their beginnings are
+        made before the level, or, with --duration, while it lasts."""
+        turns, most, service = self.options.turns or 1, most_deltas(self.options.max_tokens), self.service
+        places = itertools.count()
+        said: dict[int, Messages] = {}  # by worker, what its conversation holds
+
+        def beginning(number: int) -> tuple[Messages, bytes]:
+            messages = self.prompt_of(number)
+            return messages, service.payload(messages)
+
+        if run.planned is None:
+            beginnings: Iterator[tuple[Messages, bytes]] = map(beginning, itertools.count())
+        else:
+            beginnings = iter([beginning(number) for number in range(run.planned // turns)])
+
+        def supply(worker: int, last: Finished | None) -> Order | None:
+            if self.options.duration_s and time.perf_counter() >= run.started_at + self.options.duration_s:
+                return None
+            turn = 1 if last is None or last.turn == turns or last.seen.failure is not None else last.turn + 1
+            if turn == 1 or last is None:
+                messages, payload = next(beginnings, (None, b""))
+                if messages is None:
+                    return None
+            else:
+                answer = {"role": "assistant", "content": last.seen.text()}
+                messages = [*said[worker], answer, *self.follow_up(last.index + 1)]
+                payload = service.payload(messages)
+            said[worker] = messages
+            return Order(next(places), payload, turn, most)
+
+        return supply
+
+    async def level(self, concurrency: int, repeat: int, searched: bool = False) -> dict[str, Any] | None:
         """Run, measure, write and print one level; None where not even one request ended.
 
         Raises ClientFault, after it has written what had ended until then as an interrupted level.
         """
-        planned, most = self.options.requests_at(concurrency), most_deltas(self.options.max_tokens)
-        payloads = [self.service.payload(self.prompt_of(index)) for index in range(planned)]
-        run = LevelRun(concurrency, planned)
+        turns = self.options.turns or 1
+        planned = max(self.options.requests_at(concurrency), 2 * turns * concurrency if searched else 0)
+        run = LevelRun(concurrency, None if self.options.duration_s else planned)
+        supply = self.supply(run)
         before = await self.watch.look() if self.watch else Snapshot()
         background = [asyncio.ensure_future(self.progress(run))]
         if self.watch is not None and self.options.sample_s is not None:
             self.watch.snapshots = []
             background.append(asyncio.ensure_future(self.watch.keep_looking(self.options.sample_s)))
         try:
-            await run_level(
-                self.service.route, concurrency, in_order(payloads, most), self.stop, run, self.request_ended
-            )
+            await run_level(self.service.route, concurrency, supply, self.stop, run, self.request_ended)
         finally:
             for task in background:
                 await end_task(task)
             after = await self.watch.look() if self.watch and not run.interrupted else Snapshot()
-            record = self.finish_level(run, repeat, before, after) if run.finished else None
+            marks = {"repeat": repeat, "searched": searched}
+            record = self.finish_level(run, marks, before, after) if run.finished else None
         if record is None:
             self.console.say(
                 f"  c={concurrency:>3}  interrupted before any of its requests had ended: no line for this level"
             )
         return record
 
-    def finish_level(self, run: LevelRun, repeat: int, before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    def finish_level(self, run: LevelRun, marks: dict[str, Any], before: Snapshot, after: Snapshot) -> dict[str, Any]:
         """Work out, write and print what a level has shown. No extra figure can cost it its line."""
         options, finished = self.options, sorted(run.finished, key=lambda item: item.index)
         requests = [item.seen.record(item.index, run.started_at) for item in finished]
@@ -3418,7 +3831,9 @@ class Load:
         record: dict[str, Any] = {
             **self.files.identity(),
             **{name: getattr(options, name) for name in RECORDED},
-            "repeat": repeat,
+            **marks,
+            "warmup": self.warmup.requests,
+            "warmup_settled": self.warmup.settled,
             "model": self.service.model,
             "base_url": options.target.base_url,
             "extra_body": options.extra_body,
@@ -3426,21 +3841,31 @@ class Load:
             "concurrency": run.concurrency,
             **level_figures(requests, run.concurrency, options.slo_ttft_s, options.slo_tpot_s),
             **run_figures(run),
+            "by_turn": None,
+            "gpu": None,
             "server": None,
             "ttft_split_s": None,
             "prefill_tokens_per_s": None,
         }
+        if options.turns is not None:
+            record["by_turn"] = by_turn([(item.turn, request) for item, request in zip(finished, requests)])
         if run.concurrency in self.floors:
             floor = self.floors[run.concurrency]
             record["client"].update(floor_us_per_delta=floor.us_per_delta, floor_ttft_s=floor.ttft_s)
         with self.extra("the server's figures"):
             if self.watch is not None:
                 record["server"] = server_figures(before, self.watch.snapshots, after)
+        with self.extra("the GPU's figures"):
+            if self.gpu is not None:
+                lines = self.gpu.between(run.started_at, run.started_at + record["wall_s"])
+                record["gpu"] = gpu_figures(lines, record["output_tokens"], record["wall_s"])
         with self.extra("the split of TTFT"):
             split = split_by_timings(good)
             record["ttft_split_s"] = split or split_by_histograms(record["ttft_s"]["mean"], before, after)
             record["prefill_tokens_per_s"] = prefill_rate(good, before, after)
         self.files.write_level(record, requests)
+        if not run.interrupted:
+            self.records.append(record)
         with self.extra("what this level shows"):
             for line in level_lines(record, self.service.aliases, options.per_request):
                 self.console.say(line)
@@ -3483,10 +3908,12 @@ class Load:
                 rate = (deltas - seen_deltas) / (now - seen_at)
                 seen_deltas, seen_at = deltas, now
                 left = "..."
-                if done and run.planned:
+                if self.options.duration_s is not None:
+                    left = f"{max(0.0, run.started_at + self.options.duration_s - now):.0f} s left"
+                elif done and run.planned:
                     left = f"{(now - run.started_at) * (run.planned - done) / done:.0f} s left"
                 self.console.progress(
-                    f"  c={run.concurrency} {done}/{run.planned} done  {rate:.0f} deltas/s"
+                    f"  c={run.concurrency} {done}/{run.planned or '?'} done  {rate:.0f} deltas/s"
                     f"  in flight {len(run.active)}  {left}"
                 )
         finally:
@@ -3498,26 +3925,14 @@ class Load:
 SPARE_DESCRIPTORS = 32  # standard streams, the event loop, notebook, raw file, sampling
 
 
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM outside a level."""
-
-
 class Session:
     """One run of the program, from the first connection to the last line."""
 
     def __init__(self, options: Options, console: Console) -> None:
         self.options, self.console = options, console
         self.files = Files(options, console)
+        self.gpu: GpuWatch | None = None
         self.stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def unless_stopped(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or Interrupted once a signal has come."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            await end_task(task)
-            raise Interrupted
-        return task.result()
 
     async def run(self) -> int:
         """The whole session; returns the exit code."""
@@ -3525,15 +3940,17 @@ class Session:
         try:
             limit_s = options.wait_ready_s
             finding = find_service(options) if limit_s is None else wait_ready(options, limit_s)
-            service: Service = await self.unless_stopped(finding)
+            service: Service = await unless_stopped(self.stop, finding)
             if options.probe:
-                await self.unless_stopped(probe(service, prompts_of(options)(0), console))
+                await unless_stopped(self.stop, probe(service, prompts_of(options)(0), console))
             else:
                 await self.measure(service)
         except Interrupted:
             pass
         except (ServerFault, ClientFault) as error:
             console.fault(str(error))
+        if self.gpu is not None:
+            self.gpu.close()
         if not options.probe:
             self.files.close()
         if self.stop.done():
@@ -3548,18 +3965,24 @@ class Session:
         load = Load(service, console, self.stop, self.files)
         watch = ServerWatch(service.route)
         if options.sample_s is not None or options.recovery_check:
-            missing = await self.unless_stopped(watch.find())
+            missing = await unless_stopped(self.stop, watch.find())
             if options.sample_s is not None:
                 load.watch = watch
+                if is_local(service.route.address):
+                    load.gpu = self.gpu = GpuWatch(options.sample_s)
                 for line in missing:
                     console.warn(line)
         if options.calibrate:
-            load.floors = await self.unless_stopped(calibrate(options, self.stop, console))
+            load.floors = await unless_stopped(self.stop, calibrate(options, self.stop, console))
         self.heading(service)
-        await self.unless_stopped(warm_up(service, console))
+        if options.turns is not None:
+            await unless_stopped(self.stop, tell_context(service, console))
+        load.warmup = await unless_stopped(self.stop, warm_up(service, console))
         await load.ladder()
+        if options.search is not None and not self.stop.done():
+            await load.search(options.search)
         if options.recovery_check and not self.stop.done():
-            found = await self.unless_stopped(recovery_check(service, watch, console))
+            found = await unless_stopped(self.stop, recovery_check(service, watch, console))
             self.files.write_recovery({**found, "model": service.model})
 
     def heading(self, service: Service) -> None:
@@ -3567,15 +3990,18 @@ class Session:
         options, say = self.options, self.console.say
         total = options.repeat * sum(options.requests_at(c) for c in options.concurrency)
         repeats = f" x {options.repeat}" if options.repeat > 1 else ""
+        size = f"at least {options.requests} requests a level, {total} in all"
+        if options.duration_s is not None:
+            size = f"{options.duration_s:g} s a level"
         say(f"label {options.label}  run {self.files.run_id}")
         say(f"model {service.model}  at {options.target.base_url}  address {service.route.address[0]}")
         say(
             f"prompt set {options.prompt_set}  levels {','.join(map(str, options.concurrency))}{repeats}  "
-            f"at least {options.requests} requests a level, {total} in all  max tokens {options.max_tokens}"
+            f"{size}  max tokens {options.max_tokens}"
         )
         say(
             f"SLO TTFT <= {options.slo_ttft_s:g} s and TPOT <= {options.slo_tpot_s:g} s  "
-            f"warm-up {options.warmup}  closed loop"
+            f"warm-up {'auto' if options.warmup is None else options.warmup}  closed loop"
         )
 
 
@@ -3668,7 +4094,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_appendable(options.labbook, "--labbook")
             if options.raw is not None:
                 check_appendable(options.raw, "--raw")
-        remark = raise_descriptor_limit(max(options.concurrency))
+        remark = raise_descriptor_limit(max(*options.concurrency, options.search or 0))
         return asyncio.run(run_session(options, remark))
     except UsageError as error:
         if sys.stderr is not None:  # print() would take stdout instead

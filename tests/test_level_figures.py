@@ -457,7 +457,7 @@ LEVEL_FIELDS = {
     *("schema", "tool_version", "run_id", "repeat", "arrival", "seed", "warmup", "interrupted", "e2e_s", "connect_s"),
     *("chunk_gap_s", "output_tokens_per_request", "errors", "coalesced", "steady_output_tokens_per_s"),
     *("steady_window_s", "client", "server", "ttft_split_s", "extra_body", "models", "tokens_per_delta", "drift"),
-    *("prefill_tokens_per_s",),
+    *("prefill_tokens_per_s", "searched", "warmup_settled", "duration_s", "turns", "by_turn", "gpu"),
 }
 RAW_FIELDS = {
     *("label", "run_id", "repeat", "concurrency", "index", "connect_s", "ok", "error_class", "error", "status"),

@@ -65,6 +65,10 @@ DEFAULTS: dict[str, Any] = {  # those of the lab's published commands, which mus
     "--prompts": None,
     "--seed": None,
     "--warmup": 1,
+    "--until": None,
+    "--find-operating-point": None,
+    "--duration": None,
+    "--turns": None,
     "--slo-ttft": 2.0,
     "--slo-tpot": 0.1,
     "--label": "run",
@@ -177,6 +181,10 @@ WRONG: dict[str, list[str]] = {
     "--sample": NO_SECONDS,
     "--wait-ready": NO_SECONDS,
     "--repeat": [*NO_NUMBER, "0"],
+    "--until": [*NO_SECONDS, "5 %"],
+    "--find-operating-point": [*NO_NUMBER, "0"],
+    "--duration": NO_SECONDS,
+    "--turns": [*NO_NUMBER, "0"],
 }
 ANY_TEXT = ("--model", "--engine", "--engine-version", "--host-desc", "--quant")
 
@@ -208,7 +216,7 @@ def test_a_wrong_value_is_one_line_and_exit_2(
         ["positional"],
         ["--json=yes"],
         ["-x"],
-        *([name] for name in DEFAULTS),
+        *([name] for name in DEFAULTS if name != "--find-operating-point"),
         ["--prompts", __file__, "--prompt-set", "mixed"],
     ],
 )
