@@ -252,6 +252,11 @@ def break_gguf(lab: Lab) -> None:
     lab.gguf(GGUF_BYTES).unlink()
 
 
+def fill_the_disk(lab: Lab) -> None:
+    break_gguf(lab)
+    disk(lab, 3 * 10**6)
+
+
 def without(*names: str) -> Callable[[Lab], None]:
     def remove(lab: Lab) -> None:
         for name in names:
@@ -274,7 +279,7 @@ def without(*names: str) -> Callable[[Lab], None]:
         (without("vllm"), "vLLM", "VLLM_VENV"),
         (lambda lab: answer_memory(lab, 30.0, False), "memory", "eight-bit tier"),
         (lambda lab: answer_memory(lab, 30.0, False, False), "memory", "eight-bit tier"),
-        (lambda lab: (break_gguf(lab), disk(lab, 3 * 10**6)), "disk", "free some"),
+        (fill_the_disk, "disk", "free some"),
     ],
 )
 def test_preflight_names_what_is_wrong(ready: Lab, fault: Callable[[Lab], object], name: str, advice: str) -> None:

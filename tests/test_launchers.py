@@ -81,7 +81,7 @@ DEFAULTS = {
 def test_every_default_is_on_the_command_line_and_shown_before_the_start(lab: Lab, name: str) -> None:
     result = lab.run(name, *("--", "--extra", "two words"), **({"LLAMA_BIN": str(lab.bin)} if name == LLAMA else {}))
     places = {"HOME": str(lab.home), "PORT": lab.environment["PORT"]}
-    words = [re.sub("HOME|PORT", lambda found: places[found[0]], word) for word in DEFAULTS[name].split()]
+    words = [re.sub("HOME|PORT", lambda found: places[str(found[0])], word) for word in DEFAULTS[name].split()]
     assert started(lab, name) == [[*words, "--extra", "two words"]]
     assert result.returncode == 7, "the script becomes the server: its exit status is the server's"
     shown, said = result.stdout.split("the server speaks, pid ")

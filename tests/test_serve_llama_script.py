@@ -1,4 +1,4 @@
-"""The real llama.cpp server (the wheel's) under scripts/serve-llama-parallel.sh, with the tiny model that is built for it."""
+"""The real llama.cpp server (the wheel's) under scripts/serve-llama-parallel.sh, and the tiny model built for it."""
 
 from __future__ import annotations
 

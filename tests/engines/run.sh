@@ -8,12 +8,14 @@
 #
 # ENGINE is llama, vllm or mlx (all three, if none is named). Each one, alone on the machine, is started by its
 # launcher with a tiny model of random weights, built on the spot, and goes through
-#   sweep       sweep.sh: baseline, prefix pair, curve, comparison; then summarise_load.py --check
+#   sweep       the prediction, then sweep.sh: baseline, prefix pair, curve, comparison; then cleanup.sh
 #   variants    (llama) variants.sh
 #   crosscheck  (vllm) crosscheck.sh: three runs of our client and of vllm bench serve, alternately, on a server
 #               of its own with a deeper model. Client and engine share this machine's cores, and a step must take
 #               long beside what a client costs, or the two clients are compared by that
 #   admission   (vllm) admission.sh
+# All records land in one notebook, a copy of the lab's own: FOLDER/labbook.md. At the end its check, and each second
+# engine beside llama.cpp on one page, FOLDER/llama-ENGINE.html.
 # The figures prove the scripts, not the machine. Nothing else should run on it meanwhile.
 #
 #   --out FOLDER   where everything goes, a folder for each engine [./engine-proof]
