@@ -285,7 +285,7 @@ def served_weights(model: Model, kv_type: str) -> Weights | None:
     return model.weights[-1 if kv_type == "fp8" else 0]
 
 
-def alike(layers: Sequence[Layer]) -> bool:
+def layers_alike(layers: Sequence[Layer]) -> bool:
     """Whether all layers cache as many keys as values, of the whole context, and nothing else."""
     first = layers[0]
     return len(set(layers)) == 1 and first == Layer(first.k_values, first.k_values) and first.cached
@@ -646,7 +646,7 @@ def config_model(path: str, weights: tuple[Weights, ...] = ()) -> Model:
         weights = (safetensors_weights(folder, config),)
     elif weights and expert_counts(config)[0] and not weights[0].expert_bytes:
         config.note(EXPERTS_UNKNOWN)
-    heads = (kv_heads(config, 0), head_dim(config)) if alike(layers) else None
+    heads = (kv_heads(config, 0), head_dim(config)) if layers_alike(layers) else None
     name = str(config.get("_name_or_path") or os.path.basename(os.path.abspath(folder)) or "model")
     return Model(plain(name), config.path, layers, weights, heads, tuple(config.notes), config.upper_bound)
 
@@ -1063,7 +1063,7 @@ def gguf_model(path: str) -> Model:
     experts = (count, mean_used) if 0 < mean_used <= count else (0, 0)
     weights = tensor_weights(os.path.basename(path), TENSOR_TABLE, gguf.tensors, blocks, experts, gguf.notes)
     uniform = None
-    if alike(layers):
+    if layers_alike(layers):
         heads = gguf.per_layer("attention.head_count_kv", blocks, [gguf.count("attention.head_count", 1)] * blocks)[0]
         uniform = (heads, layers[0].k_values // heads)
     name = plain(gguf.meta.get("general.name") or os.path.basename(path))
@@ -1588,7 +1588,7 @@ def checked_document(options: Options) -> Document:
     return document_of("check-log", options.model, agrees=agrees, checks=checks, fractions=fractions)
 
 
-def stated_or_logged(value: int | None, logged: int | None, default: int) -> tuple[int, str]:
+def option_or_log(value: int | None, logged: int | None, default: int) -> tuple[int, str]:
     """The value to predict with and where it comes from: the option, else the log, else the lab's default."""
     if value is not None:
         return value, "stated"
@@ -1603,11 +1603,11 @@ def check_llama(options: Options, log: LlamaLog) -> tuple[list[Row], list[str]]:
     by_streams = first is not None and first.streams == 1 < (first.sequences or 1)
     unified = by_streams if log.unified is None else log.unified
     logged_slots = log.slots if log.slots is not None else first.sequences if first else None
-    slots, slots_from = stated_or_logged(options.slots, logged_slots, LAB_SLOTS)
+    slots, slots_from = option_or_log(options.slots, logged_slots, LAB_SLOTS)
     logged_context = log.sequence_context or log.slot_context or (first.cells if first else None)
     if unified and logged_context:  # the log tells what all slots share
         logged_context = -(-logged_context // slots)
-    context, context_from = stated_or_logged(options.ctx, logged_context, LAB_CONTEXT)
+    context, context_from = option_or_log(options.ctx, logged_context, LAB_CONTEXT)
     k_type, v_type = kv_type or (first.k_type if first else "f16"), kv_type or (first.v_type if first else "f16")
     for name in (k_type, v_type):
         if name not in KV_TYPES:
@@ -1711,8 +1711,8 @@ def check_vllm(options: Options, log: VllmLog) -> tuple[list[Row], list[str]]:
     """(rows, notes): predicted blocks, tokens and concurrency beside vLLM's. The pool is the stated one,
     else what the log's two decimals stand for; nothing else is the log's own but block size and context."""
     model, kv_type, available = options.model, options.kv_type or "f16", options.available_kv_bytes
-    block, _ = stated_or_logged(options.block_size, log.block_size, BLOCK_SIZE)
-    context, context_from = stated_or_logged(options.ctx, log.context, LAB_CONTEXT)
+    block, _ = option_or_log(options.block_size, log.block_size, BLOCK_SIZE)
+    context, context_from = option_or_log(options.ctx, log.context, LAB_CONTEXT)
     token_bytes = token_bytes_of_blocks(model, kv_type)
     if log.tokens is None and log.concurrency is None:
         raise UsageError("the log names memory for the cache but no tokens: vLLM had not finished its start")
@@ -1993,14 +1993,14 @@ def model_lines(model: Document, prefix: str) -> list[str]:
     lines = [f"{prefix}{model['name']} ({model['shape']}), from {plain(model['source'])}"]
     for group in model["groups"] if model["kv_heads"] is None else ():
         count, k_values, v_values = group["layers"], group["k_values"], group["v_values"]
-        said = []
+        parts = []
         if k_values or v_values:
             window = group["window"]
             kept = "the whole context" if window is None else f"the last {window:,} tokens"
-            said.append(f"{k_values} + {v_values} values per token (keys + values), of {kept}")
+            parts.append(f"{k_values} + {v_values} values per token (keys + values), of {kept}")
         if group["state_bytes"]:
-            said.append(f"a recurrent state of {group['state_bytes']:,} B per sequence")
-        lines.append(f"  {count} layer{'s' * (count > 1)}: {'; '.join(said) or 'no cache of their own'}")
+            parts.append(f"a recurrent state of {group['state_bytes']:,} B per sequence")
+        lines.append(f"  {count} layer{'s' * (count > 1)}: {'; '.join(parts) or 'no cache of their own'}")
     return lines + [f"  note: {note}" for note in model["notes"]]
 
 
@@ -2169,8 +2169,8 @@ def fractions_line(facts: Document) -> str:
 def measured_text(document: Document) -> str:
     """Prediction beside measurement."""
     weights, kv_type = document["weights"], document["kv_type"]
-    told = [plain(value) for value in document["settings"].values() if value not in (None, "", "unknown")]
-    lines = [f"Label {plain(document['label'])}: {', '.join(told)}; slots {document['slots'] or 'not known'}"]
+    named = [plain(value) for value in document["settings"].values() if value not in (None, "", "unknown")]
+    lines = [f"Label {plain(document['label'])}: {', '.join(named)}; slots {document['slots'] or 'not known'}"]
     lines += model_lines(document["model"], "Predicted for ")
     first, *rest = weights_lines(weights)
     lines += [f"{first}; {weights['chosen']}", *rest]
@@ -2181,8 +2181,12 @@ def measured_text(document: Document) -> str:
     lines.append("  n = min(c, slots) sequences decode together; context = mean prompt + half of the mean output")
     lines.append("  step = weight bytes that n tokens touch + n x cache of one context (+ n x 2 x recurrent state); "
                  "TPOT = step / bandwidth")  # fmt: skip
-    lines.append("  MBU = predicted / measured TPOT p50; tok/s = n / TPOT, ctx 100 = the same at context 100, "
-                 "share = measured output tok/s / either")  # fmt: skip
+    lines.append(
+        "  MBU = predicted / measured TPOT p50; tok/s = n / TPOT, the limit if every request were always decoding"
+    )
+    lines.append(
+        "  (prefill and waiting lower the measured one), ctx 100 = that limit at context 100; share = measured / limit"
+    )
     fitted = document["fitted"]
     if fitted is None:
         lines.append("Fitted: not possible: it needs a TPOT at two different levels")
@@ -2253,7 +2257,10 @@ def growth_lines(growth: Document | None, bandwidth: float) -> list[str]:
     if growth["reason"] == "flat":
         return [text, f"  nothing to explain: it did not grow by {FLAT:.0%} of the step at c={growth['from_c']}"]
     if growth["reason"] != "beyond":
-        return [text, f"  mostly bytes read, {100 * share:.0f} % of it; the largest part: {names[growth['reason']]}"]
+        of_it = f"mostly bytes read, {100 * share:.0f} % of it" if share <= 1 + FLAT else (
+            f"bytes read, more than all of it ({100 * share:.0f} %): the time beyond them shrank"
+        )  # fmt: skip
+        return [text, f"  {of_it}; the largest part: {names[growth['reason']]}"]
     beyond = (
         "arithmetic, other requests' prefills, kernel launches, sampling or a bandwidth that is not reached; one curve "
         "cannot tell which"

@@ -98,6 +98,7 @@ def test_the_ceiling_at_context_100_is_its_own_where_prompts_are_long(
         capsys, notebook(tmp_path, *(level(c, prompt_tokens_mean=3000.0) for c in LEVELS)), "--bandwidth", 273
     )
     assert round(shown.rows("ceiling_at_context_100_tokens_per_s")[3]) == 1099
+    assert shown.rows("share_at_context_100")[3] == pytest.approx(400 / (20e3 / ((Q4 + 20 * 100 * ROW) / BANDWIDTH)))
     assert round(shown.rows("ceiling_tokens_per_s")[3]) == round(20e3 / ((Q4 + 20 * 3064 * ROW) / BANDWIDTH))
 
 
@@ -307,6 +308,7 @@ def test_a_curve_on_the_bandwidth_limit_is_never_called_anything_else(
         (1.99 * 3064 * ROW / BANDWIDTH, 3000.0, "cache", "mostly bytes read, 50 % of it; the largest part: KV cache"),
         (2.01 * 3064 * ROW / BANDWIDTH, 3000.0, "beyond", "mostly time beyond the bytes"),
         (0.01, 36.0, "flat", "nothing to explain"),
+        (0.8 * 3064 * ROW / BANDWIDTH, 3000.0, "cache", "more than all of it (125 %): the time beyond them shrank"),
     ],
 )
 def test_growth_is_bytes_where_they_are_half_of_it_and_worth_a_sentence(
