@@ -409,7 +409,8 @@ def run_job(job: Job) -> Result:
     before_mb = maxrss_mb()
     gc.collect()
     gc.freeze()
-    cpu, wall, streams = asyncio.run(timed(play))
+    run = load_test.run_client if job.client == OURS else asyncio.run
+    cpu, wall, streams = run(timed(play))
     moments, lag_s = 0, 0.0
     if level is not None:
         streams = streams_of(level)
@@ -499,11 +500,12 @@ def part_parse(options: argparse.Namespace) -> None:
 
 
 def parse_us(reads: Sequence[bytes], deltas: int) -> float:
-    seen = load_test.Observation()
-    seen.written_at = before = time.process_time()
+    stream = load_test.Stream(load_test.Observation())
+    before = time.process_time()
+    stream.begin(before)
     for moment, data in enumerate(reads, 1):
-        seen.feed(data, before + moment)
-    spent_s = time.process_time() - before
+        stream.feed(data, before + moment)
+    spent_s, seen = time.process_time() - before, stream.seen
     if seen.failure is not None or seen.deltas != deltas:
         raise SystemExit(f"bench_client.py: the reader saw {seen.deltas} of {deltas} deltas ({seen.failure})")
     return spent_s * 1e6 / deltas

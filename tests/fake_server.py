@@ -32,7 +32,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Union
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -377,7 +376,6 @@ def call_main(argv: Sequence[str], folder: Path) -> Result:
         around.enter_context(contextlib.redirect_stdout(out))
         around.enter_context(contextlib.redirect_stderr(err))
         around.enter_context(_signals_kept())
-        around.enter_context(mock.patch("gc.collect"))  # of everything that a test run holds: half of the time
         try:
             code = load_test.main(argv)
         except SystemExit as leaving:

@@ -26,7 +26,15 @@ from fake_server import CHUNKED, DONE, LAST_CHUNK, TO_CLOSE, chunk, compact, del
 
 import load_test
 
-BEGIN = 1000.0
+BEGIN = 1000.0  # what the clock shows when a replayed request is written
+
+
+def new_stream() -> load_test.Stream:
+    """The program's reader of one response, at the moment the request is written."""
+    stream = load_test.Stream(load_test.Observation())
+    stream.seen.connecting_at = BEGIN
+    stream.begin(BEGIN)
+    return stream
 
 
 class Broken(Exception):
@@ -172,44 +180,58 @@ class Reference:
                 self._chunk(doc, at_s)
 
     def _chunk(self, doc: dict[str, Any], at_s: float) -> None:
-        if isinstance(doc.get("usage"), dict):
-            self.usage.update({key: value for key, value in doc["usage"].items() if value is not None})
+        listed = doc.get("choices")
+        choices = [choice for choice in listed if isinstance(choice, dict)] if isinstance(listed, list) else []
+        counts = [part["usage"] for part in (doc, *choices) if isinstance(part.get("usage"), dict)]
+        if counts:
+            self.usage.update({key: value for key, value in counts[0].items() if value is not None})
         if isinstance(doc.get("timings"), dict):
-            self.timings = doc["timings"]
+            self.timings = {key: n for key, n in doc["timings"].items() if isinstance(n, (int, float))}
         if self.model is None and isinstance(doc.get("model"), str):
-            self.model = doc["model"]
-        written = called = False
-        choices = doc.get("choices")
-        answer = thoughts = ""
-        for choice in choices if isinstance(choices, list) else []:
-            if not isinstance(choice, dict):
-                continue
-            if choice.get("finish_reason") == "error":
-                self._end(at_s, "server")
-                return
-            reason = choice.get("finish_reason")
-            if reason:
-                self.finish = (reason if isinstance(reason, str) else json.dumps(reason))[: load_test.MAX_FINISH_CHARS]
+            self.model = doc["model"] or None
+        told = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+        reasons = [reason if isinstance(reason, str) else json.dumps(reason) for reason in told if reason != "null"]
+        if reasons:
+            self.finish = load_test.printable(reasons[-1], load_test.MAX_FINISH_CHARS)
+        if any(choice.get("error") for choice in choices) or "error" in "".join(reasons):
+            self._end(at_s, "server")
+            return
+        called = False
+        texts: list[tuple[str, str]] = []
+        for choice in choices:
             part = choice.get("delta")
-            if not isinstance(part, dict):
-                continue
-            for channel in ("content", "reasoning_content", "reasoning"):
-                if isinstance(part.get(channel), str) and part[channel]:
-                    written = True
-                    if channel == "content":
-                        answer += part[channel]
-                    else:
-                        thoughts += part[channel]
-            calls = part.get("tool_calls")
-            for call in calls if isinstance(calls, list) else []:
-                function = call.get("function") if isinstance(call, dict) else None
-                if isinstance(function, dict):
-                    told = [function.get(key) for key in ("name", "arguments")]
-                    called = called or any(isinstance(text, str) and text for text in told)
-        self.answer += answer
-        self.thoughts += thoughts
-        if written or called:
+            if isinstance(part, dict):
+                for channel in ("content", "reasoning_content", "reasoning", "refusal"):
+                    thought = channel.startswith("reasoning")
+                    texts += strings_in(part.get(channel), "thoughts" if thought else "answer")
+                called = called or calls_something(part)
+        self.answer += "".join(text for where, text in texts if where == "answer")
+        self.thoughts += "".join(text for where, text in texts if where == "thoughts")
+        if texts or called:
             self.arrivals.append(at_s)
+
+
+def strings_in(value: Any, where: str) -> list[tuple[str, str]]:
+    """The texts of a channel, one below the other in the parts that it may consist of."""
+    if isinstance(value, str):
+        return [(where, value)] if value else []
+    if isinstance(value, list):
+        return [found for part in value if not isinstance(part, str) for found in strings_in(part, where)]
+    if not isinstance(value, dict):
+        return []
+    below = "thoughts" if re.search("thinking|reasoning", str(value.get("type"))) else where
+    kept = [(key, "thoughts") for key in ("reasoning", "thinking")] + [(key, below) for key in ("refusal", "text")]
+    return [found for key, place in kept for found in strings_in(value.get(key), place)]
+
+
+def calls_something(part: dict[str, Any]) -> bool:
+    calls = part.get("tool_calls")
+    called = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    for function in (*called, part.get("function_call")):
+        told = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else []
+        if any(isinstance(text, str) and text for text in told):
+            return True
+    return False
 
 
 def as_one_text(text: str) -> str:
@@ -335,21 +357,20 @@ def random_cuts(rng: random.Random, data: bytes) -> list[bytes]:
 
 
 def observe(pieces: Sequence[bytes], end: str) -> load_test.Observation:
-    seen = load_test.Observation()
-    seen.connecting_at = seen.written_at = BEGIN
+    stream = new_stream()
     for piece in pieces:
-        seen.feed(piece, BEGIN)
-        assert not seen.over or seen.ended_at == BEGIN
+        stream.feed(piece, BEGIN)
+        assert not stream.over or stream.seen.ended_at == BEGIN
     if end == "silence":
-        seen.silent(1.0, BEGIN)
+        stream.silent(1.0, BEGIN)
     else:
-        seen.end_of_stream(BEGIN, "connection lost" if end == "reset" else None)
-    return seen
+        stream.end_of_stream(BEGIN, "connection lost" if end == "reset" else None)
+    return stream.seen
 
 
 def outcome(seen: load_test.Observation) -> dict[str, Any]:
     """What no cut may change: all but the words of a failure, which quote what had come by then."""
-    return {**seen_by_program(seen), "status": seen.http.head.status if seen.http.head else None}
+    return {**seen_by_program(seen), "status": seen.status}
 
 
 def check(data: bytes, pieces: Sequence[bytes], end: str) -> None:

@@ -237,9 +237,9 @@ def peak_mb():
 streams, deltas, per_read = 1000, 2000, int(sys.argv[2])
 words = [chunk(delta(text)) for text in (" queue", " grows", "\\n\\n", " a", ' "busy"', ".")]
 words.append(chunk(delta("-").replace(b"-", " \\u2013".encode())))  # as servers send it: not escaped
-seen = [load_test.Observation() for _ in range(streams)]
+seen = [load_test.Stream(load_test.Observation()) for _ in range(streams)]
 for one in seen:
-    one.connecting_at = one.written_at = 1.0
+    one.begin(1.0)
     one.feed(CHUNKED, 2.0)
 reads = [b"".join(words[(first + k) % len(words)] for k in range(per_read)) for first in range(len(words))]
 for number in range(deltas // per_read):
@@ -248,7 +248,8 @@ for number in range(deltas // per_read):
 records = []
 for index, one in enumerate(seen):
     one.feed(chunk(delta(finish="length") + usage(9, deltas) + DONE) + LAST_CHUNK, 1e4)
-    records.append(one.record(index, 0.5))
+    records.append(one.seen.record(index, 0.5))
+seen = [one.seen for one in seen]
 gaps = load_test.chunk_gaps(seen)
 assert all(record.ok and record.deltas == deltas for record in records) and gaps["max"] is not None
 print(sum(record.deltas for record in records), sum(len(one.moments) for one in seen), peak_mb())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import socket
@@ -271,43 +272,39 @@ def test_a_soft_limit_is_raised(tmp_path: Path) -> None:
     assert "open files: limit raised from 32 to 96" in result.out
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
+def fail_from(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the connection of this number on (1, 2, ...) this machine has no more to give."""
+    opened = itertools.count(1)
+    real = load_test.Connection.open
+
+    def open_or_fail(self: load_test.Connection) -> None:
+        if next(opened) < number:
+            real(self)
+        else:
+            self._give_up(OSError(code, os.strerror(code)))
+
+    monkeypatch.setattr(load_test.Connection, "open", open_or_fail)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
 def test_a_fault_of_this_machine_is_no_result_of_the_servers(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # https://github.com/aio-libs/aiohttp/issues/4067
-    opened = 0
-    real = load_test._SocketLink.open
-
-    async def fail_the_fifth(self: load_test._SocketLink) -> None:
-        nonlocal opened
-        opened += 1
-        if opened >= 5:
-            raise OSError(number, os.strerror(number))
-        await real(self)
-
-    monkeypatch.setattr(load_test._SocketLink, "open", fail_the_fifth)
+    fail_from(5, code, monkeypatch)
     with FakeServer(HEALTHY) as server:
         result = load(server, tmp_path, "--concurrency", "1,2", "--requests", 3)
-    assert result.code == 1 and [record["concurrency"] for record in result.levels] == [1]
+    assert result.code == 1 and [(record["concurrency"], record["interrupted"]) for record in result.levels][:1] == [
+        (1, False)
+    ]
     line = one_line(result)
-    assert "this machine" in line and os.strerror(number) in line
+    assert "this machine" in line and os.strerror(code) in line
 
 
 def test_what_had_ended_before_a_fault_of_this_machine_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = 0
-    real = load_test._SocketLink.open
-
-    async def fail_the_last(self: load_test._SocketLink) -> None:
-        nonlocal opened
-        opened += 1
-        if opened == 6:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await real(self)
-
-    monkeypatch.setattr(load_test._SocketLink, "open", fail_the_last)
+    fail_from(6, errno.EMFILE, monkeypatch)
     with FakeServer(HEALTHY) as server:
         result = load(server, tmp_path, "--concurrency", "1,2", "--requests", 6)
     (level,) = result.levels

@@ -335,13 +335,22 @@ class Reads:
             assert self._more.wait_for(lambda: self._bytes >= size, 60)
 
     def patched(self) -> Any:
-        original = load_test._Link._arrived
+        original = load_test.Connection._read
 
-        def arrived(link: Any, data: bytes, at_s: float) -> None:
-            original(link, data, at_s)
-            self.count(len(data))
+        def reading(connection: Any) -> None:
+            receive, sizes = connection._receive, [0]
 
-        return mock.patch.object(load_test._Link, "_arrived", arrived)
+            def counted(size: int) -> Any:
+                data = receive(size)
+                sizes.append(len(data))
+                return data
+
+            connection._receive = counted
+            original(connection)
+            connection._receive = receive
+            self.count(sum(sizes))  # read, and stamped
+
+        return mock.patch.object(load_test.Connection, "_read", reading)
 
 
 def text_pieces(texts: int) -> list[tuple[bool, bytes]]:
@@ -495,14 +504,14 @@ def test_a_handshake_that_waits_is_in_connect_s_and_not_in_ttft(trusted: ssl.SSL
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a full accept queue is Linux's way of waiting")
 def test_a_full_accept_queue_is_in_connect_s_and_not_in_ttft(tmp_path: Path) -> None:
     door, capture = SlowDoor(None), Capture()
-    original = load_test._SocketLink.open
+    original = load_test.Connection.open
 
-    async def opening(link: Any) -> None:
+    def opening(connection: Any) -> None:
         door.fill()
-        link._loop.call_soon(door.knocking.set)  # comes to its turn once the connection attempt is under way
-        await original(link)
+        original(connection)
+        door.knocking.set()  # the connection attempt is under way
 
-    with capture.patched(), mock.patch.object(load_test._SocketLink, "open", opening):
+    with capture.patched(), mock.patch.object(load_test.Connection, "open", opening):
         result = load(f"http://127.0.0.1:{door.address[1]}/v1", tmp_path)
     door.close()
     assert_waited_outside(door, capture.runs[0], result)

@@ -317,13 +317,15 @@ def test_a_router_that_falls_back_is_said_and_recorded(tmp_path: Path) -> None:
 
 def observed(arrivals: Sequence[float], tokens: int | None = None, ended: float | None = None) -> load_test.Observation:
     """A request written at 0 whose deltas arrived at these moments."""
-    seen = load_test.Observation()
-    seen.connecting_at = seen.written_at = 1e-9
-    seen.feed(CHUNKED, 0.0)
+    stream = load_test.Stream(load_test.Observation())
+    seen = stream.seen
+    seen.connecting_at = 1e-9
+    stream.begin(1e-9)
+    stream.feed(CHUNKED, 0.0)
     for number, at_s in enumerate(arrivals):
-        seen.feed(chunk(delta(f" w{number}")), at_s)
+        stream.feed(chunk(delta(f" w{number}")), at_s)
     end_s = arrivals[-1] if ended is None else ended
-    seen.feed(chunk((usage(3, tokens) if tokens else b"") + delta(finish="stop") + DONE) + LAST_CHUNK, end_s)
+    stream.feed(chunk((usage(3, tokens) if tokens else b"") + delta(finish="stop") + DONE) + LAST_CHUNK, end_s)
     assert seen.failure is None
     return seen
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fake_server import CHUNKED, DONE, LAST_CHUNK, TO_CLOSE, delta, event, usage
-from fuzz_wire import BEGIN, Reference, fuzz, seen_by_program, seen_by_reference
+from fuzz_wire import BEGIN, Reference, fuzz, new_stream, observe, seen_by_program, seen_by_reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -186,16 +186,16 @@ def test_the_short_cut_is_exact(stream: tuple[bytes, list[bytes], set[int]]) -> 
 
 def compare(head: bytes, reads: list[bytes], looks: Iterable[int] = ()) -> None:
     """Feed both readers the same reads, one second apart, and close."""
-    seen, plain = load_test.Observation(), Reference(len(head), head is CHUNKED)
-    seen.connecting_at = seen.written_at = BEGIN
+    stream, plain = new_stream(), Reference(len(head), head is CHUNKED)
+    seen = stream.seen
     for number, read in enumerate([head, *reads], 1):
-        seen.feed(read, BEGIN + number)
+        stream.feed(read, BEGIN + number)
         plain.feed(read, BEGIN + number)
         if number in looks:
-            seen.deadline_at(5.0)
+            stream.deadline_at(5.0)
             assert seen_by_program(seen) == seen_by_reference(plain)
     closing_at = BEGIN + len(reads) + 2
-    seen.end_of_stream(closing_at)
+    stream.end_of_stream(closing_at)
     plain.close(closing_at)
     assert seen_by_program(seen) == seen_by_reference(plain)
 
@@ -245,14 +245,14 @@ def test_what_must_not_take_the_short_cut(events: list[bytes]) -> None:
 def test_the_streams_above_do_take_the_short_cut(monkeypatch: Any) -> None:
     """A property that only ever meets the full parser would prove nothing: count what the recogniser took."""
     taken = 0
-    note = load_test.Observation._note_plain
+    note = load_test.Observation.add_plain
 
-    def counting(self: load_test.Observation, texts: Any) -> None:
+    def counting(self: load_test.Observation, texts: Any, *more: Any) -> None:
         nonlocal taken
         taken += len(texts)
-        note(self, texts)
+        note(self, texts, *more)
 
-    monkeypatch.setattr(load_test.Observation, "_note_plain", counting)
+    monkeypatch.setattr(load_test.Observation, "add_plain", counting)
     deltas = 0
     for chunked in (False, True):
         for template in [
@@ -262,11 +262,9 @@ def test_the_streams_above_do_take_the_short_cut(monkeypatch: Any) -> None:
             for together in (False, True):
                 one = [template.replace(b"@@@", text) + b"\n\n" for text in (b"a", b" b", rb"\n", "é".encode()) * 3]
                 reads = [b"%x\r\n%b\r\n" % (len(part), part) for part in one] if chunked else one
-                seen = load_test.Observation()
-                for read in [CHUNKED if chunked else TO_CLOSE, *([b"".join(reads)] if together else reads)]:
-                    seen.feed(read, BEGIN)
-                seen.end_of_stream(BEGIN)
-                deltas += seen.deltas
+                deltas += observe(
+                    [CHUNKED if chunked else TO_CLOSE, *([b"".join(reads)] if together else reads)], "close"
+                ).deltas
     assert deltas == 1056 and taken > 150
 
 
@@ -284,11 +282,12 @@ def test_a_run_of_one_thousand_events_is_read_as_one_thousand() -> None:
     for chunked in (False, True):
         one = [delta(f" w{number}") for number in range(1000)]
         reads = [b"%x\r\n%b\r\n" % (len(part), part) if chunked else part for part in one]
-        seen = load_test.Observation()
-        seen.feed(CHUNKED if chunked else TO_CLOSE, BEGIN)
+        stream = new_stream()
+        seen = stream.seen
+        stream.feed(CHUNKED if chunked else TO_CLOSE, BEGIN)
         for number, read in enumerate(reads):
-            seen.feed(read, BEGIN + number)
-        seen.feed(b"%x\r\n%b\r\n" % (len(DONE), DONE) if chunked else DONE, BEGIN + 1000)
+            stream.feed(read, BEGIN + number)
+        stream.feed(b"%x\r\n%b\r\n" % (len(DONE), DONE) if chunked else DONE, BEGIN + 1000)
         assert seen.over and seen.failure is None and seen.ended_at == BEGIN + 1000
         assert seen.deltas == 1000 and list(seen.moments) == [BEGIN + number for number in range(1000)]
         assert seen.text() == "".join(f" w{number}" for number in range(1000))
@@ -390,17 +389,16 @@ def test_a_thousand_mutants() -> None:
 def test_a_short_cut_that_proves_nothing_is_found_out(monkeypatch: Any) -> None:
     """The comparison can fail: a recogniser that takes the first text-like place for the text is caught."""
 
-    def gullible(seen: load_test.ServerEvent, doc: Any, channel: str, text: str, chunked: bool) -> Any:
-        found = re.search(rb'"content":"', seen.raw or b"")
-        if found is None or seen.raw is None:
-            return None
-        end = seen.raw.index(b'"', found.end())
-        return load_test.PlainDeltas(seen.raw[: found.end()], seen.raw[end:], channel, chunked)
+    def gullible(read: bytes, chunked: bool) -> Any:
+        line = read.rstrip(b"\n")
+        start = line.index(b'"content":"') + len(b'"content":"')
+        end = line.index(b'"', start)
+        return load_test.PlainDeltas(line[:start], line[end:], "content", chunked)
 
     monkeypatch.setattr(load_test, "learn_plain", gullible)
     line = b'data: {"content":"%b","choices":[{"delta":{"content":"a"}}]}\n\n'
-    seen, plain = load_test.Observation(), Reference(len(TO_CLOSE), False)
-    for read in (TO_CLOSE, line % b"x", line % b"y", DONE):
-        seen.feed(read, BEGIN)
+    stream, plain = new_stream(), Reference(len(TO_CLOSE), False)
+    for read in (TO_CLOSE, line % b"w", line % b"x", line % b"y", DONE):
+        stream.feed(read, BEGIN)
         plain.feed(read, BEGIN)
-    assert seen_by_program(seen) != seen_by_reference(plain)
+    assert seen_by_program(stream.seen) != seen_by_reference(plain)
