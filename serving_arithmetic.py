@@ -1577,6 +1577,8 @@ def checked_document(options: Options) -> Document:
     for path, log in logs:
         engine = "llama-server" if isinstance(log, LlamaLog) else "vLLM"
         rows, notes = check_llama(options, log) if isinstance(log, LlamaLog) else check_vllm(options, log)
+        if options.model.source == LAB_SOURCE and any(row.agrees is False and row.what != OFFLOAD for row in rows):
+            notes.append("the model is the lab's, as none is stated: --gguf, --config or --layers name another")
         checks.append({
             "engine": engine, "log": path, "agrees": all(row.agrees is not False for row in rows), "notes": notes,
             "comparisons": [{"what": row.what, "predicted": row.predicted, "log": row.logged, "agrees": row.agrees,
@@ -1620,8 +1622,6 @@ def check_llama(options: Options, log: LlamaLog) -> tuple[list[Row], list[str]]:
     notes = list(log.notes)
     notes.append(f"predicted for {slots} slots ({slots_from}) of {context:,} tokens ({context_from}), keys {k_type}, "
                  f"values {v_type} ({type_from})")  # fmt: skip
-    if model.source == LAB_SOURCE and any(row.agrees is False and row.what != OFFLOAD for row in rows):
-        notes.append("the model is the lab's, as none is stated: --gguf, --config or --layers name another")
     if unified:
         notes.append(f"one unified cache: the slots share {cache.stream_context:,} cells")
     if options.ctx is not None and cache.stream_context != (slots * context if unified else context):
@@ -2255,7 +2255,10 @@ def growth_lines(growth: Document | None, bandwidth: float) -> list[str]:
     text = (f"  growth from c={growth['from_c']} to c={growth['to_c']}: TPOT p50 {growth['grown_ms']:+.2f} ms; the "
             f"additional bytes take {growth['bytes_ms']:.2f} ms at {bandwidth:g} GB/s ({kinds})")  # fmt: skip
     if growth["reason"] == "flat":
-        return [text, f"  nothing to explain: it did not grow by {FLAT:.0%} of the step at c={growth['from_c']}"]
+        return [
+            text,
+            f"  nothing to explain: it did not grow by {100 * FLAT:.0f} % of the step at c={growth['from_c']}",
+        ]
     if growth["reason"] != "beyond":
         of_it = f"mostly bytes read, {100 * share:.0f} % of it" if share <= 1 + FLAT else (
             f"bytes read, more than all of it ({100 * share:.0f} %): the time beyond them shrank"

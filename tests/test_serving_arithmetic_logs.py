@@ -376,6 +376,7 @@ def test_the_predicted_concurrency_is_never_the_logs(check: Any, stated: str, pr
     """A cache of eight bits where sixteen were predicted holds twice the sequences: that is a difference."""
     row = check(EIGHT_BITS, f"--kv-type auto {stated}").rows["maximum concurrency"]
     assert (row["predicted"], row["log"], row["agrees"]) == (predicted, "20.00x", False)
+    assert "the model is the lab's" in check(EIGHT_BITS).notes
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_without_a_bandwidth_the_labs_machines_are_shown_and_none_explains(
 def test_a_line_that_falls_has_one_sign(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shown = Shown(capsys, notebook(tmp_path, *(level(c, 40, -0.5) for c in LEVELS)), "--bandwidth", 273)
     assert "TPOT p50 ~ 40.00 ms - 0.500 ms x c" in shown.text and "+ -" not in shown.text
-    assert shown.growth["reason"] == "flat" and "nothing to explain: it did not grow by 5%" in shown.text
+    assert shown.growth["reason"] == "flat" and "nothing to explain: it did not grow by 5 %" in shown.text
 
 
 @pytest.mark.parametrize("records", [[level(20)], [level(c, tpot_s={"p50": None, "p90": None}) for c in LEVELS]])
