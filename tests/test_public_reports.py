@@ -44,7 +44,9 @@ def text(words: str, finish: Any = None) -> dict[str, Any]:
     return choice(finish, delta={"content": words})
 
 
+MOONSHOT = {"prompt_tokens": 1336, "completion_tokens": 31, "prompt_tokens_details": {"cached_tokens": 1280}}
 FILTERED = {"content_filter_results": {"hate": {"filtered": False, "severity": "safe"}}}
+TIMED_OUT = {"message": "upstream timed out", "code": 504}
 UNKNOWN_FIELD = {"type": "missing", "loc": ["body", "max_tokens"], "msg": "Field required"}
 PROGRESS = event({"choices": [text("")], "prompt_progress": {"total": 237, "cache": 0, "processed": 128}})
 
@@ -60,6 +62,18 @@ REPORTS: dict[str, tuple[list[Step], str | None, Any]] = {
         [TO_CLOSE + event({"choices": [text("a", "")]}) + event({"choices": [text("b", "")]})],
         "truncated",
         "before a finish_reason",
+    ),
+    # KoboldCpp: the word "null" for null
+    "PowerShell/AIShell/issues/350": (
+        [TO_CLOSE + event({"choices": [text("a", "null")]}) + event({"choices": [text("b", "null")]})],
+        "truncated",
+        "before a finish_reason",
+    ),
+    # Moonshot: usage inside the choice
+    "AstrBotDevs/AstrBot/issues/6614": (
+        stream(delta("a"), delta("b"), event({"choices": [choice("stop", delta={}, usage=MOONSHOT)]}), DONE),
+        None,
+        {"output_tokens": 31, "token_source": "usage", "prompt_tokens": 1336, "cached_tokens": 1280},
     ),
     # Azure: a first chunk without choices, a last one whose choice has no delta
     "microsoft/autogen/issues/6465": (
@@ -141,6 +155,17 @@ REPORTS: dict[str, tuple[list[Step], str | None, Any]] = {
         stream(b"event: error\n" + event({"type": "error", "error": {"type": "overloaded_error", "message": "Busy"}})),
         "server",
         "overloaded_error: Busy",
+    ),
+    # the error's words inside the choice; a reason that says it was broken off
+    "genkit-ai/genkit/pull/6259": (
+        stream(delta("a"), event({"choices": [choice("error", delta={}, error=TIMED_OUT)]}), usage(5, 1), DONE),
+        "server",
+        "upstream timed out",
+    ),
+    "NousResearch/hermes-agent/pull/92161": (
+        stream(delta("a"), delta(finish="network_error"), usage(5, 1), DONE),
+        "server",
+        "network_error",
     ),
     # refusals whose reason is a list, or lies beside the status
     "jundot/omlx/pull/3017": (
