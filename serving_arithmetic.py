@@ -1921,10 +1921,13 @@ def machine_facts(summary: ModuleType, curve: Any, machine: Machine, levels: Seq
     points = [(row["c"], row["predicted_tpot_ms"]) for row in rows if row["c"] in fitted]
     line = summary.fit_line(points)
     knee = summary.find_knee([(row["c"], row["ceiling_tokens_per_s"]) for row in rows])
+    above = [
+        row["c"] for row in rows if (row["mbu"] or 0) > ABOVE
+    ]  # the share counts first tokens too, which prefill made
     return {
         "machine": machine.name, "bandwidth_gb_per_s": machine.bandwidth_gb_per_s, "levels": rows,
         "predicted": line_facts(line), "predicted_knee_between": list(knee) if knee else None,
-        "growth": growth_facts(machine, rows),
+        "above_limit": above, "growth": None if above else growth_facts(machine, rows),
     }  # fmt: skip
 
 
@@ -2236,11 +2239,12 @@ def machine_lines(machine: Document, fitted: Document | None, stated: bool) -> l
         ))  # fmt: skip
     widths = [max(len(cells[column]) for cells in table) for column in range(len(head))]
     lines += ["  " + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths)) for cells in table]
-    above = [f"c={row['c']}" for row in machine["levels"] if max(row["mbu"] or 0, row["share_of_ceiling"] or 0) > ABOVE]
-    if above:
-        lines.append(f"  above the bandwidth limit at {', '.join(above)}: an input is wrong (bandwidth, weights, cache "
+    if machine["above_limit"]:
+        above = ", ".join(f"c={c}" for c in machine["above_limit"])
+        lines.append(f"  above the bandwidth limit at {above}: an input is wrong (bandwidth, weights, cache "
                      "type, model), or a step yields more than one token or shares a cached prefix")  # fmt: skip
-    lines += growth_lines(machine["growth"], machine["bandwidth_gb_per_s"]) if stated else []
+    elif stated:
+        lines += growth_lines(machine["growth"], machine["bandwidth_gb_per_s"])
     lines.append(f"  knee of the limit alone: {knee_text(machine['predicted_knee_between'])}")
     return lines
 

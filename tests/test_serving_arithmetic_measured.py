@@ -22,6 +22,7 @@ LEVELS = (1, 5, 10, 20)
 BANDWIDTH = 273e6  # bytes per ms at 273 GB/s
 Q4 = 5_021_827_072 - 350_060_544  # bytes that a step reads of the lab's GGUF
 ROW = 147_456  # bytes per token of Qwen3-8B's f16 cache
+LONG = 3064 * ROW / BANDWIDTH
 
 
 def level(c: int, a_ms: float = 20.0, b_ms: float = 1.5, slots: int | None = 20, **changes: Any) -> dict[str, Any]:
@@ -146,8 +147,18 @@ def test_more_than_the_limit_means_a_wrong_input(capsys: pytest.CaptureFixture[s
     steps = {c: (Q4 + c * 100 * ROW) / BANDWIDTH for c in LEVELS}
     for factor, named in ((1.0, False), (0.9, True)):
         records = [level(c, tpot_ms=step * (factor if c == 10 else 1.0)) for c, step in steps.items()]
-        text = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273).text
-        assert ("above the bandwidth limit at c=10: an input is wrong" in text) == named
+        shown = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273)
+        assert ("above the bandwidth limit at c=10: an input is wrong" in shown.text) == named
+        assert ("growth" in shown.text, shown.growth is None) == (not named, named), "no claim rests on a wrong input"
+
+
+def test_first_tokens_are_not_above_the_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of eight tokens prefill made one: throughput is above n / TPOT, and no input is wrong."""
+    records = [level(c, tpot_ms=(Q4 + c * 40 * ROW) / BANDWIDTH, output_tokens=40 * 8) for c in LEVELS]
+    for record in records:
+        record["output_tokens_per_s"] *= 8 / 7
+    shown = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273)
+    assert shown.rows("share_of_ceiling") == pytest.approx([8 / 7] * 4) and "above the bandwidth" not in shown.text
 
 
 # ------------------------------------------------------------------------------------- which weights and cache type
@@ -302,19 +313,21 @@ def test_a_curve_on_the_bandwidth_limit_is_never_called_anything_else(
 
 
 @pytest.mark.parametrize(
-    ("b_ms", "prompt", "reason", "says"),
+    ("beyond_ms", "b_ms", "prompt", "reason", "says"),
     [
-        (1.5, 36.0, "beyond", "mostly time beyond the bytes"),
-        (1.99 * 3064 * ROW / BANDWIDTH, 3000.0, "cache", "mostly bytes read, 50 % of it; the largest part: KV cache"),
-        (2.01 * 3064 * ROW / BANDWIDTH, 3000.0, "beyond", "mostly time beyond the bytes"),
-        (0.01, 36.0, "flat", "nothing to explain"),
-        (0.8 * 3064 * ROW / BANDWIDTH, 3000.0, "cache", "more than all of it (125 %): the time beyond them shrank"),
+        (0, 1.5, 36.0, "beyond", "mostly time beyond the bytes"),
+        (0, 1.99 * LONG, 3000.0, "cache", "mostly bytes read, 50 % of it; the largest part: KV cache"),
+        (0, 2.01 * LONG, 3000.0, "beyond", "mostly time beyond the bytes"),
+        (9, 0.8 * LONG, 3000.0, "cache", "more than all of it (125 %): the time beyond them shrank"),
+        (9, 0.01, 36.0, "flat", "nothing to explain"),
     ],
 )
 def test_growth_is_bytes_where_they_are_half_of_it_and_worth_a_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, b_ms: float, prompt: float, reason: str, says: str
-) -> None:
-    records = [level(c, Q4 / BANDWIDTH, b_ms, prompt_tokens_mean=prompt) for c in LEVELS]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, beyond_ms: float, b_ms: float, prompt: float, reason: str,
+    says: str,
+) -> None:  # fmt: skip
+    """LONG is what reading a cache of 3,064 tokens takes."""
+    records = [level(c, Q4 / BANDWIDTH + beyond_ms, b_ms, prompt_tokens_mean=prompt) for c in LEVELS]
     shown = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273)
     assert shown.growth["reason"] == reason and says in shown.text
     assert shown.growth["grown_ms"] == pytest.approx(19 * b_ms)
