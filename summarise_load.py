@@ -55,6 +55,11 @@ on standard output); 2 for bad arguments or a file that cannot be read; 130 afte
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C while modules load ends the program without a traceback
+
 import argparse
 import contextlib
 import csv
@@ -70,7 +75,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from typing import IO, Any, Callable, NamedTuple, NoReturn
 
 try:
@@ -82,40 +87,14 @@ PROGRAM = "summarise_load.py"
 TOOL_VERSION = "2.0.0"
 LAB = "part-09/lab-serve-twenty-concurrent-users"  # the `lab` value that marks a line as this lab's
 KNOWN_SCHEMAS = (1, 2)  # 1: a line without `schema`
-
-MAX_LINE_BYTES = 1 << 20  # a level record is about 3 kB; 1 MiB leaves room and bounds what a hostile line can cost
-MAX_FILE_BYTES = 1 << 30  # beyond this it is not a notebook (/dev/zero, a model file)
-MAX_FIGURE = 1e15  # no count, time or rate here comes near it; below it, squares and sums stay finite
-MAX_NUMBER_CHARS = 300  # still fits a float; Python itself refuses whole numbers above 4300 digits
-MAX_BRACKETS = 900  # a record has about 20; a parser's own limit on nesting differs between Python versions
-LOCK_WAIT_S = 10.0  # how long --record waits for another writer of the notebook
-
 SWEEP_LEVELS = (1, 5, 10, 20)  # the lab's levels
 VARIANT_LABELS = ("llama-slots8", "llama-ctx2048", "llama-kv-alt")
 
-KNEE_SHARE = 0.5  # of one request's throughput at the lowest level, per added request
-NEAR_LINEAR = 0.8  # scaling above it: added requests still cost little
-FLAT_TPOT = 1.25  # TPOT p50 against the lowest level's: up to here called flat
-FAST_GROWTH = 3.0  # TTFT p90 growing this many times faster than TPOT is waiting, not slower steps
-LONG_WAIT_SHARE = 0.25  # TTFT p90 as a share of a median request's decoding: a wait for others to finish
-TAIL_RATIO = 1.5  # TPOT p90 / p50: "far above"
-FALL = 0.95  # single runs often differ by 5 %: a smaller fall is not worth a sentence
-LOW_IN_FLIGHT = 0.75  # of c; at c = 20 that is 15, the lab's own line
-FEW_ROUNDS = 8  # a level of fewer rounds loses a sizeable part of its time to filling and draining
-CPU_HIGH = 0.8  # of one core: the client's event loop is then rarely idle
-LAG_SHARE = 0.25  # client delay as a share of TPOT (or TTFT) that makes it part of the figure
-LAG_MIN_S = 0.002  # an event loop's timers are a millisecond coarse: less lateness says nothing
-CPU_MIN_WALL_S = 1.0  # a share of CPU over less time is start-up, not load
-CONNECT_SHARE = 0.2  # connect p90 as a share of TTFT p90
-NOTICED_S = 0.02  # nobody notices less of a wait, and loopback alone takes some of it
-CACHE_POINTS = 0.10  # cached share differing by more than this between levels of one label
-SPLIT_SHARE = 0.5  # of the mean time to first token: the part that dominates it
-STEADY_SHOWN = 0.03  # steady state and wall figure this far apart are shown side by side
-DRAINING = 0.05  # this far apart, filling and draining bend scaling and knee
-DRIFT = 1.25  # TPOT of a level's last third against its first; medians of a dozen requests wobble by a few per cent
-PAUSE_S, PAUSE_SHARE = 0.1, 0.03  # an event loop late by this much, and this part of the level, was stopped
-HOT_C = 80  # GPUs begin to lower their clocks near here
-COUNTER_GAP = 0.02  # the server's and the responses' cached tokens may differ by what was in flight at the ends
+MAX_LINE_BYTES = 1 << 20  # a level record is about 3 kB; 1 MiB leaves room and bounds what a hostile line can cost
+MAX_FILE_BYTES = 1 << 28  # a year of notebooks is smaller; beyond it this is a model file or a device
+MAX_FIGURE = 1e15  # no count, time or rate here comes near it; below it, squares and sums stay finite
+MAX_NUMBER_CHARS = 300  # still fits a float; Python itself refuses whole numbers above 4300 digits
+MAX_BRACKETS = 900  # a record has about 20; a parser's own limit on nesting differs between Python versions
 
 
 class UserError(Exception):
@@ -130,96 +109,59 @@ class ResultError(Exception):
 
 
 class Field(NamedTuple):
-    """One field of a level record: what it may hold, and how comparisons use it."""
+    """One field of a level record: what it may hold, and what it is used for."""
 
     name: str
-    kind: str  # count, measure, stats, tally (name -> count), text, flag, block (an object), any
+    kind: str  # count, measure, text, flag, stats (object of numbers), tally (object of counts), block (object), any
     use: str = ""  # words: setting (identifies what was measured), compared (named where it differs), level (shown)
 
 
 FIELDS = tuple(
-    Field(*row)
-    for row in (
-        ("label", "text"),
-        ("engine", "text", "setting compared"),
-        ("engine_version", "text", "setting compared"),
-        ("model", "text", "setting compared"),
-        ("prompt_set", "text", "setting compared"),
-        ("prompt_text", "text", "setting compared"),
-        ("host", "text", "setting compared"),
-        ("quant", "text", "setting compared"),
-        ("context_length", "count", "setting compared"),
-        ("server_slots", "count", "setting compared"),
-        ("max_tokens", "count", "setting compared"),
-        ("temperature", "measure", "setting compared"),
-        ("slo_ttft_s", "measure", "setting compared"),
-        ("slo_tpot_s", "measure", "setting compared"),
-        ("extra_body", "any", "setting compared"),
-        ("turns", "count", "setting compared"),
-        ("duration_s", "measure", "setting compared"),
-        ("base_url", "text", "setting"),
-        ("arrival", "text", "setting compared"),
-        ("seed", "text", "setting"),
-        ("concurrency", "count"),
-        ("repeat", "count"),
-        ("run_id", "text"),
-        ("recorded_at", "text"),
-        ("interrupted", "flag"),
-        ("searched", "flag"),
-        ("requests", "count", "level"),
-        ("completed", "count", "level"),
-        ("failed", "count", "level"),
-        ("output_tokens", "count", "level"),
-        ("within_slo", "count", "level"),
-        ("coalesced", "count", "level"),
-        ("wall_s", "measure", "level"),
-        ("output_tokens_per_s", "measure", "level"),
-        ("requests_per_s", "measure", "level"),
-        ("goodput_requests_per_s", "measure", "level"),
-        ("mean_in_flight", "measure", "level"),
-        ("prompt_tokens_mean", "measure", "level"),
-        ("cached_tokens_mean", "measure", "level"),
-        ("steady_output_tokens_per_s", "measure", "level"),
-        ("steady_window_s", "measure", "level"),
-        ("tokens_per_delta", "measure", "level"),
-        ("prefill_tokens_per_s", "measure", "level"),
-        ("ttft_s", "stats", "level"),
-        ("tpot_s", "stats", "level"),
-        ("e2e_s", "stats", "level"),
-        ("connect_s", "stats", "level"),
-        ("chunk_gap_s", "stats", "level"),
-        ("output_tokens_per_request", "stats", "level"),
-        ("finish_reasons", "tally", "level"),
-        ("errors", "tally", "level"),
-        ("models", "tally", "level"),
-        ("token_counts", "any", "level"),
-        ("by_turn", "any", "level"),
-        ("first_error", "text", "level"),
-        ("server", "block", "level"),
-        ("client", "block", "level"),
-        ("ttft_split_s", "block", "level"),
-        ("drift", "block", "level"),
-        ("gpu", "block", "level"),
+    Field(name, kind, use)
+    for use, kind, names in (
+        ("setting compared", "text", "engine engine_version model prompt_set prompt_text host quant"),
+        ("setting compared", "count", "context_length server_slots max_tokens"),
+        ("setting compared", "measure", "temperature slo_ttft_s slo_tpot_s"),
+        ("setting compared", "any", "extra_body"),
+        ("setting compared", "count", "turns"),
+        ("setting compared", "measure", "duration_s"),
+        ("setting compared", "text", "arrival"),
+        ("setting", "text", "base_url seed"),
+        ("", "text", "label run_id recorded_at"),
+        ("", "count", "concurrency repeat"),
+        ("", "flag", "interrupted searched"),
+        ("level", "count", "requests completed failed output_tokens within_slo coalesced"),
+        ("level", "measure", "wall_s output_tokens_per_s requests_per_s goodput_requests_per_s mean_in_flight"),
+        ("level", "measure", "prompt_tokens_mean cached_tokens_mean steady_output_tokens_per_s steady_window_s"),
+        ("level", "measure", "tokens_per_delta prefill_tokens_per_s"),
+        ("level", "stats", "ttft_s tpot_s e2e_s connect_s chunk_gap_s output_tokens_per_request"),
+        ("level", "tally", "finish_reasons errors models"),
+        ("level", "any", "token_counts by_turn"),
+        ("level", "text", "first_error"),
+        ("level", "block", "server client ttft_split_s drift gpu"),
     )
+    for name in names.split()
 )
 KIND = {item.name: item.kind for item in FIELDS}
 SETTINGS = tuple(item.name for item in FIELDS if "setting" in item.use)
 COMPARED = tuple(item.name for item in FIELDS if "compared" in item.use)
+LEVEL_FIELDS = tuple(item.name for item in FIELDS if item.use == "level")
+NUMBERS = tuple(item.name for item in FIELDS if item.kind in ("count", "measure"))
+STATS = tuple(item.name for item in FIELDS if item.kind == "stats")
 STATISTICS = ("min", "p50", "p90", "p95", "p99", "max", "mean")
-STATISTIC_FIELDS = tuple(item.name for item in FIELDS if item.kind == "stats")
 UNDEFINED_AS_ZERO = ("ttft_s", "tpot_s", "prompt_tokens_mean")  # version 1 printed 0.0 where nothing was measured
 
 # How a line of load_test.py begins (keys are sorted): a torn line may hold no more than this.
 BEGINNINGS = ('{"arrival": "', '{"base_url": "')
-KNOWN_KEY = re.compile('"(?:' + "|".join(item.name for item in FIELDS if item.kind in ("count", "measure")) + r')"\s*:')
+KNOWN_KEY = re.compile(rf'"(?:{"|".join(NUMBERS)})"\s*:')
 PREFIX = re.compile(r"[\s\ufeff]*(?:[-*+>](?=[\s{>])[\s\ufeff]*)*")  # indentation, bullets, quotes, a BOM
 
 
 class Printed(float):
     """A number from a JSON line that remembers how it was printed, so that its rounding can be allowed for.
 
-    >>> Printed("12.340").half == 0.0005, Printed("40").half, Printed("2.5e-3").half == 0.00005
-    (True, 0.5, True)
+    >>> Printed("12.340").decimals, Printed("2.5e-3").half == 0.00005, Printed("0.0115").digits
+    (3, True, 3)
     """
 
     text: str
@@ -235,7 +177,6 @@ class Printed(float):
 
     @property
     def decimals(self) -> int:
-        """Decimals printed: 4 for 0.0115, 1 for 11.0, -2 for 1e2."""
         mantissa, _, exponent = self.text.lower().partition("e")
         return len(mantissa.partition(".")[2]) - (int(exponent) if exponent else 0)
 
@@ -246,21 +187,15 @@ class Printed(float):
 
     @property
     def digits(self) -> int:
-        """Significant digits printed: 3 for 0.0115 and for 11.0.
-
-        >>> Printed("0.0115").digits, Printed("11.0").digits, Printed("0.0").digits
-        (3, 3, 0)
-        """
+        """Significant digits printed."""
         return len(self.text.lower().partition("e")[0].replace(".", "").lstrip("-0"))
 
 
 def as_number(value: Any) -> Printed | None:
     """A JSON number with its printed form; None for everything else (true and "3" are not numbers)."""
-    if isinstance(value, Printed):
-        return value
     if isinstance(value, int) and not isinstance(value, bool):
         return Printed(str(value))
-    return None
+    return value if isinstance(value, Printed) else None
 
 
 @dataclass(frozen=True)
@@ -279,7 +214,7 @@ class Record:
         return str(self.data.get("label") or "")
 
     @property
-    def concurrency(self) -> int:
+    def c(self) -> int:
         return int(self.data["concurrency"])
 
     @property
@@ -311,25 +246,22 @@ class Record:
     def number(self, path: str) -> Printed | None:
         """A measured figure, or None where it is absent, null, or version 1's 0.0 for "undefined"."""
         value = as_number(self.raw(path))
-        if value == 0.0 and self.schema == 1 and path.partition(".")[0] in UNDEFINED_AS_ZERO:
-            return None
-        return value
+        undefined = value == 0.0 and self.schema == 1 and path.partition(".")[0] in UNDEFINED_AS_ZERO
+        return None if undefined else value
 
     def count(self, path: str) -> int | None:
-        """A whole number, or None."""
         value = as_number(self.raw(path))
         return None if value is None else int(value)
 
     def setting(self, name: str) -> Any:
         """An identifying field in one form (20 and 20.0 slots are the same), or None where the notebook does not say
         ("unknown", an empty value, and 0 for slots or context)."""
-        value = self.data.get(name)
-        number = as_number(value)
-        if value in (None, "", "unknown") or value == {} or (name in ("context_length", "server_slots") and not value):
+        value, number = self.data.get(name), as_number(self.data.get(name))
+        if value in (None, "", "unknown", {}) or (name in ("context_length", "server_slots") and not value):
             return None
-        if number is not None and KIND[name] in ("count", "measure"):
-            return int(number) if KIND[name] == "count" else float(number)
-        return number.text if number is not None else value
+        if number is None:
+            return value
+        return {"count": int, "measure": float}.get(KIND[name], lambda same: same.text)(number)
 
 
 class Remark(NamedTuple):
@@ -353,15 +285,20 @@ class Notebook:
 
     def by_label(self) -> dict[str, list[Record]]:
         """The level records of each label; labels in file order."""
-        found: dict[str, list[Record]] = {}
-        for record in self.records:
-            found.setdefault(record.label, []).append(record)
-        return found
+        return group(self.records, lambda record: record.label)
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Every label's curve, in file order."""
         return {label: build_curve(label, records) for label, records in self.by_label().items()}
+
+
+def group(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Records by a key, in the order of their first."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
 
 
 ISO_TIME = re.compile(
@@ -428,67 +365,44 @@ def looks_like_ours(text: str) -> bool:
         return text.startswith("{") or '"lab"' in text
     if not text.startswith("{"):
         return False
-    if any(text.startswith(start) or (len(text) > 1 and start.startswith(text)) for start in BEGINNINGS):
-        return True
-    return len(set(KNOWN_KEY.findall(text))) >= 2
+    begun = any(text.startswith(start) or (len(text) > 1 and start.startswith(text)) for start in BEGINNINGS)
+    return begun or len(set(KNOWN_KEY.findall(text))) >= 2
 
 
 def is_count(value: Any) -> bool:
-    """Whether a JSON value is a whole number.
-
-    >>> is_count(3), is_count(True), is_count("3")
-    (True, False, False)
-    """
+    """Whether a JSON value is a whole number (3 and 3.0 are, true and "3" are not)."""
     number = as_number(value)
     return number is not None and number.is_integer()
 
 
-def excerpt(value: Any) -> str:
-    """A JSON value in a few characters."""
-    return json.dumps(value)[:40]
+def is_number(value: Any) -> bool:
+    return value is None or as_number(value) is not None
+
+
+KIND_TESTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("a whole number", is_count),
+    "measure": ("a number", is_number),
+    "text": ("a text", lambda value: isinstance(value, str) or is_number(value)),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "stats": ("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values()))),
+    "tally": ("an object of counts", lambda value: isinstance(value, dict) and all(map(is_count, value.values()))),
+    "block": ("an object", lambda value: isinstance(value, dict)),
+    "any": ("", lambda value: True),
+}
 
 
 def field_fault(data: Mapping[str, Any]) -> str | None:
     """The first field of a level record whose value cannot be what its name says; None where all can."""
     for name, kind, _ in FIELDS:
         value = data.get(name)
-        fault = None if value is None else value_fault(name, kind, value)
-        if fault:
+        what, test = KIND_TESTS[kind]
+        if value is not None and not (test(value) and (name != "label" or isinstance(value, str))):
+            return f"{name} is {json.dumps(value)[:40]}, not {what}"
+        if name != "extra_body" and (fault := oversized(name, value)):  # that one is the user's own
             return fault
     if (as_number(data["concurrency"]) or 0) < 1:
-        return f"concurrency is {excerpt(data['concurrency'])}, not a number of requests"
+        return f"concurrency is {json.dumps(data['concurrency'])[:40]}, not a number of requests"
     return None
-
-
-def value_fault(name: str, kind: str, value: Any) -> str | None:
-    """Why a value that is not null cannot be the field of this name and kind; None where it can.
-
-    >>> value_fault("wall_s", "measure", "12.5"), value_fault("failed", "count", Printed("0.5"))
-    ('wall_s is "12.5", not a number', 'failed is 0.5, not a whole number')
-    """
-    number = as_number(value)
-    if kind in ("count", "measure"):
-        if number is None:
-            return f"{name} is {excerpt(value)}, not a number"
-        if kind == "count" and abs(number) <= MAX_FIGURE and not number.is_integer():
-            return f"{name} is {number.text}, not a whole number"
-    elif kind == "text":
-        if not isinstance(value, str) and (number is None or name == "label"):
-            return f"{name} is {excerpt(value)}, not a text"
-        return None
-    elif kind == "flag":
-        return None if isinstance(value, bool) else f"{name} is {excerpt(value)}, neither true nor false"
-    elif kind != "any":
-        if not isinstance(value, dict):
-            return f"{name} is {excerpt(value)}, not an object"
-        inner_kind = {"stats": "measure", "tally": "count"}.get(kind, "any")
-        for key in STATISTICS if kind == "stats" else value:
-            if value.get(key) is None and kind != "tally":
-                continue
-            fault = value_fault(f"{name}.{key}", inner_kind, value[key])
-            if fault:
-                return fault
-    return None if name == "extra_body" else oversized(name, value)  # that one is the user's own
 
 
 def oversized(path: str, value: Any) -> str | None:
@@ -502,55 +416,27 @@ def oversized(path: str, value: Any) -> str | None:
         faults = (oversized(f"{path}.{key}" if path else str(key), item) for key, item in inner)
         return next(filter(None, faults), None)
     number = value if isinstance(value, float) else as_number(value)
-    if number is None or abs(number) <= MAX_FIGURE:
-        return None
-    return f"{path} is {number:g}: implausibly large"
+    return None if number is None or abs(number) <= MAX_FIGURE else f"{path} is {number:g}: implausibly large"
 
 
-def open_file(path: str) -> io.BufferedReader:
-    """A file, open for reading. Raises UserError where it cannot be read, or is a folder, a pipe or a device: those
-    may never end, and a pipe that nobody writes to cannot even be opened."""
+def file_lines(path: str) -> list[bytes]:
+    """The lines of a file; only LF ends one, so U+2028 in a text does not. Raises UserError where it cannot be read,
+    is not a notebook's size, is UTF-16 or UTF-32, or is a folder, a pipe or a device: those may never end."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
             raise UserError(f"cannot read {path}: it is {kind}, not a file; name another file")
-        return open(path, "rb")
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from None
-
-
-def file_lines(path: str) -> Iterator[tuple[int, bytes, bool]]:
-    """(number, bytes, whether cut at MAX_LINE_BYTES) of each line; only LF ends one, so U+2028 in a text does not.
-
-    Raises UserError where the file cannot be read, is not a notebook's size, or is UTF-16 or UTF-32.
-    """
-    try:
-        with open_file(path) as file:
-            number = total = 0
-            while True:
-                line = file.readline(MAX_LINE_BYTES)
-                if not line:
-                    return
-                number += 1
-                if number == 1 and (encoding := wide_encoding(line + file.peek(64)[:64])):
-                    raise UserError(
-                        f"{path} is {encoding} text, not UTF-8: save it again as UTF-8 "
-                        "(Windows PowerShell's `>` writes UTF-16; use `Set-Content -Encoding utf8`)"
-                    )
-                total += len(line)
-                cut = False
-                while len(line) >= MAX_LINE_BYTES and not line.endswith(b"\n"):  # walk to the end of a giant line
-                    rest = file.readline(MAX_LINE_BYTES)
-                    total += len(rest)
-                    cut = True
-                    if not rest or rest.endswith(b"\n") or total > MAX_FILE_BYTES:
-                        break
-                if total > MAX_FILE_BYTES:
-                    raise UserError(f"{path} holds more than {MAX_FILE_BYTES >> 30} GiB: not a notebook")
-                yield number, line, cut
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; name another file") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise UserError(f"{path} holds more than {MAX_FILE_BYTES >> 20} MiB: not a notebook")
+    if encoding := wide_encoding(data[:64]):
+        advice = "(Windows PowerShell's `>` writes UTF-16; use `Set-Content -Encoding utf8`)"
+        raise UserError(f"{path} is {encoding} text, not UTF-8: save it again as UTF-8 {advice}")
+    return data.split(b"\n")
 
 
 def wide_encoding(start: bytes) -> str | None:
@@ -561,51 +447,51 @@ def wide_encoding(start: bytes) -> str | None:
     """
     if start.startswith((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")):
         return "UTF-32"
-    sample = start[:64]
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(sample) > 3 and 2 * sample.count(0) >= len(sample) - 1):
-        return "UTF-16"
-    return None
+    wide = start.startswith((b"\xff\xfe", b"\xfe\xff")) or (len(start) > 3 and 2 * start.count(0) >= len(start) - 1)
+    return "UTF-16" if wide else None
 
 
 def read_notebook(path: str) -> Notebook:
     """Find every line of this lab in a file. Raises UserError where the file cannot be read."""
     notebook = Notebook(path)
     seen: dict[str, int] = {}
-    for number, line, cut in file_lines(path):
+    for number, line in enumerate(file_lines(path), 1):
         text = line.decode("utf-8", errors="replace")
         text = text[PREFIX.match(text).end() :].strip()  # type: ignore[union-attr]  # the pattern matches ""
-        if "\x00" in text and looks_like_ours(text.replace("\x00", "")):
-            notebook.damaged.append(Remark(number, "NUL bytes between letters: appended as UTF-16 by another program"))
+        fault = None
+        if "\x00" in text:
+            text, fault = text.replace("\x00", ""), "NUL bytes between letters: appended as UTF-16 by another program"
         elif not text.startswith("{"):
-            if LAB in text and looks_like_ours(text):
-                notebook.damaged.append(Remark(number, "record with leading text, or line-wrapped"))
-        elif cut:
-            if looks_like_ours(text):
-                notebook.damaged.append(Remark(number, f"longer than {MAX_LINE_BYTES >> 20} MiB"))
+            fault = "record with leading text, or line-wrapped" if LAB in text else None
+        elif len(line) > MAX_LINE_BYTES:
+            fault = f"longer than {MAX_LINE_BYTES >> 20} MiB"
         else:
-            read_candidate(notebook, number, text, is_utf8="\ufffd" not in text or "\ufffd".encode() in line, seen=seen)
+            try:
+                data = parse_json(text)
+                if isinstance(data, dict):
+                    is_utf8 = "\ufffd" not in text or "\ufffd".encode() in line
+                    read_object(notebook, number, data, None if is_utf8 else "bytes that are not UTF-8", seen, text)
+            except ValueError as error:
+                fault = str(error)
+        if fault and looks_like_ours(text):
+            notebook.damaged.append(Remark(number, fault))
     return notebook
 
 
-def read_candidate(notebook: Notebook, number: int, text: str, *, is_utf8: bool, seen: dict[str, int]) -> None:
-    """Put one line that starts with a brace where it belongs: a record, another line of this lab, damage, prose."""
-    try:
-        data = parse_json(text)
-    except ValueError as error:
-        if looks_like_ours(text):
-            notebook.damaged.append(Remark(number, str(error)))
-        return
-    if not isinstance(data, dict) or data.get("lab") != LAB:
-        if isinstance(data, dict) and "concurrency" in data and "ttft_s" in data:
-            remark = f"looks like a level record, but its lab is {json.dumps(data.get('lab'))[:60]}: left out"
-            notebook.remarks.append(Remark(number, remark))
-        return
-    schema = data.get("schema", 1)
-    if not is_count(schema) or schema not in KNOWN_SCHEMAS:
-        remark = f"format version {json.dumps(schema)[:20]} is not known here (1 and 2 are): left out; "
-        notebook.unknown.append(Remark(number, remark + "a newer summarise_load.py may read it"))
-    elif "concurrency" in data and "ttft_s" in data:
-        fault = field_fault(data) if is_utf8 else "bytes that are not UTF-8"
+def read_object(
+    notebook: Notebook, number: int, data: Mapping[str, Any], fault: str | None, seen: dict[str, int], text: str
+) -> None:
+    """Put a JSON object that stands on a line where it belongs: a record, another line of this lab, damage, prose."""
+    schema, is_level = data.get("schema", 1), "concurrency" in data and "ttft_s" in data
+    if data.get("lab") != LAB:
+        if is_level:
+            lab = json.dumps(data.get("lab"))[:60]
+            notebook.remarks.append(Remark(number, f"looks like a level record, but its lab is {lab}: left out"))
+    elif not is_count(schema) or schema not in KNOWN_SCHEMAS:
+        unknown = f"format version {json.dumps(schema)[:20]} is not known here (1 and 2 are): left out"
+        notebook.unknown.append(Remark(number, f"{unknown}; a newer summarise_load.py may read it"))
+    elif is_level:
+        fault = fault or field_fault(data)
         if fault:
             notebook.damaged.append(Remark(number, fault))
         elif text in seen:
@@ -613,13 +499,14 @@ def read_candidate(notebook: Notebook, number: int, text: str, *, is_utf8: bool,
         else:
             seen[text] = number
             notebook.records.append(Record(number, data))
-    elif data.get("record") == "curve-summary":
-        notebook.summaries.append(Record(number, data))
-    elif data.get("record") == "recovery":
-        notebook.recoveries.append(Record(number, data))
+    else:
+        others = {"curve-summary": notebook.summaries, "recovery": notebook.recoveries}
+        others.get(str(data.get("record")), []).append(Record(number, data))
 
 
 # ----------------------------------------------------------------------------------------------- figures of a curve
+
+KNEE_SHARE = 0.5  # of one request's throughput at the lowest level, per added request
 
 
 @dataclass(frozen=True)
@@ -648,12 +535,10 @@ class Level:
         return int(math.fsum(self.values(path)))
 
     def tally(self, path: str) -> dict[str, int]:
-        """Counts by name (finish reasons, error classes), summed over the runs."""
-        total: dict[str, int] = {}
-        for record in self.runs:
-            for name, count in (record.raw(path) or {}).items():
-                total[name] = total.get(name, 0) + int(count)
-        return total
+        """Counts by name (finish reasons, error classes), summed over the runs, without zeros."""
+        blocks = [record.raw(path) or {} for record in self.runs]
+        total = {name: sum(int(block.get(name, 0)) for block in blocks) for block in blocks for name in block}
+        return {name: count for name, count in total.items() if count}
 
     def setting(self, name: str) -> Any:
         """A setting of the level's last run."""
@@ -664,21 +549,22 @@ class Level:
         return all(record.interrupted for record in self.runs)
 
     @property
+    def rounds(self) -> float | None:
+        """Requests / c of the run with the fewest; None where the requests are not recorded."""
+        requests = self.values("requests")
+        return min(requests) / self.c if requests else None
+
+    @property
     def left_out(self) -> str | None:
         """Why the level enters no derived figure; None where it does."""
-        requests, arrival = self.median("requests"), self.setting("arrival")
+        arrival = self.setting("arrival")
         if self.interrupted:
             return "interrupted"
         if not self.median("completed"):
             return "no completed request"
-        if requests is not None and requests < self.c:
-            return f"{counted(requests, 'request')} never filled it"
+        if self.rounds is not None and self.rounds < 1:
+            return f"{counted(min(self.values('requests')), 'request')} never filled it"
         return None if arrival in (None, "closed-loop") else f"its requests came open-loop ({arrival})"
-
-    @property
-    def rounds(self) -> float | None:
-        """Requests / c of the run with the fewest; None where the requests are not recorded."""
-        return min(self.values("requests"), default=math.nan) / self.c if self.values("requests") else None
 
     @property
     def cached_share(self) -> float | None:
@@ -690,13 +576,14 @@ class Level:
     def slo_misses(self) -> list[str] | None:
         """What keeps the level outside the SLO recorded with it; empty inside it; None where that cannot be told.
         Outputs of one token have no TPOT to miss it."""
-        if self.interrupted or (self.left_out and self.median("completed")):
+        if self.left_out and self.left_out != "no completed request":
             return None
         misses = [f"{failed} failed"] if (failed := self.total("failed")) else []
-        if not self.median("completed"):
-            return misses or ["no completed request"]
-        slo_ttft, slo_tpot = self.setting("slo_ttft_s"), self.setting("slo_tpot_s")
-        ttft, tpot = self.median("ttft_s.p90"), self.median("tpot_s.p90")
+        if self.left_out:
+            return misses or [self.left_out]
+        (ttft, slo_ttft), (tpot, slo_tpot) = (
+            (self.median(f"{name}.p90"), self.setting(f"slo_{name}")) for name in ("ttft_s", "tpot_s")
+        )
         if slo_ttft is None or slo_tpot is None or ttft is None:
             return None
         misses += [f"TTFT p90 {ttft:.3g} s"] if ttft > slo_ttft else []
@@ -729,13 +616,12 @@ class Fit:
 
     @property
     def grows(self) -> bool:
-        """Whether the growth of a step over the levels shows: above what the line misses a level by, and b's interval
-        above 0. What rests on b (ceiling, c at the SLO, per-sequence cost) is said only then."""
-        low, high = self.levels[0], self.levels[-1]
-        top_ms = self.a_ms + self.b_ms * high
-        if self.b_ms <= 0 or top_ms <= 0 or (self.b_interval_ms is not None and self.b_interval_ms[0] <= 0):
-            return False
-        return self.b_ms * (high - low) / top_ms > self.largest_residual
+        """Whether the growth of a step over the levels shows: b's interval above 0, and the growth above what the line
+        misses a level by. What rests on b (ceiling, c at the SLO, per-sequence cost) is said only then."""
+        top_ms = self.a_ms + self.b_ms * self.levels[-1]
+        surely_up = self.b_ms > 0 and (self.b_interval_ms is None or self.b_interval_ms[0] > 0)
+        growth_ms = self.b_ms * (self.levels[-1] - self.levels[0])
+        return surely_up and top_ms > 0 and growth_ms / top_ms > self.largest_residual
 
     @property
     def ceiling(self) -> float | None:
@@ -757,18 +643,17 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Fit | None:
     levels = tuple(sorted({c for c, _ in points}))
     if len(levels) < 2:
         return None
-    mean_c = math.fsum(c for c, _ in points) / len(points)
-    mean_y = math.fsum(y for _, y in points) / len(points)
+    mean_c, mean_y = (math.fsum(values) / len(points) for values in zip(*points))
     s_xx = math.fsum((c - mean_c) ** 2 for c, _ in points)
     b = math.fsum((c - mean_c) * (y - mean_y) for c, y in points) / s_xx
     a = mean_y - b * mean_c
-    residuals = [(y - a - b * c, y) for c, y in points]
+    misses = [(y - a - b * c, y) for c, y in points]
     interval = None
-    if len(points) > 2 and len(levels) > 2:
+    if len(levels) > 2:
         freedom = len(points) - 2
-        reach = student_t(freedom) * math.sqrt(math.fsum(r * r for r, _ in residuals) / freedom / s_xx)
+        reach = student_t(freedom) * math.sqrt(math.fsum(miss**2 for miss, _ in misses) / freedom / s_xx)
         interval = (b - reach, b + reach)
-    return Fit(a, b, levels, interval, max(abs(r) / y if y > 0 else math.inf for r, y in residuals))
+    return Fit(a, b, levels, interval, max(abs(miss) / y if y > 0 else math.inf for miss, y in misses))
 
 
 def find_knee(points: Sequence[tuple[int, float]]) -> tuple[int, int] | None:
@@ -818,25 +703,9 @@ class Curve:
     def knee(self) -> tuple[int, int] | None:
         return find_knee(self.rates)
 
-    @cached_property
-    def knee_per_repeat(self) -> list[tuple[int, int] | None]:
-        """The knee of each repeat that has every usable level; empty where there is one run."""
-        knees = []
-        for repeat in sorted({record.repeat for level in self.usable for record in level.runs}):
-            own = [
-                (level.c, float(rate))
-                for level in self.usable
-                for record in level.runs
-                if record.repeat == repeat and (rate := record.number("output_tokens_per_s")) is not None
-            ]
-            if len(own) == len(self.usable):
-                knees.append(find_knee(own))
-        return knees if len(knees) > 1 else []
-
     @property
     def slots(self) -> int | None:
-        value = self.settings["server_slots"]
-        return int(value) if value is not None else None
+        return self.settings["server_slots"]  # type: ignore[no-any-return]
 
     @cached_property
     def fit(self) -> Fit | None:
@@ -858,103 +727,32 @@ class Curve:
         return max((level.c for level in self.levels if level.slo_misses == []), default=None)
 
 
-def student_t(freedom: float, confidence: float = 0.95) -> float:
-    """The t that a Student variable of so many degrees of freedom stays within, either side, with this confidence.
-
-    Its two-sided tail is the regularised incomplete beta function I_x(freedom/2, 1/2), x = freedom / (freedom + t^2)
-    (Abramowitz and Stegun 26.7.1), here by its continued fraction (26.5.8), inverted by halving.
-
-    >>> [round(student_t(n), 3) for n in (1, 2, 3, 10, 100)]
-    [12.706, 4.303, 3.182, 2.228, 1.984]
-    """
-
-    def tail(t: float) -> float:
-        x = freedom / (freedom + t * t)
-        p, q = freedom / 2.0, 0.5
-        if x > (p + 1.0) / (p + q + 2.0):  # there the fraction of the complement converges faster
-            return 1.0 - beta_part(1.0 - x, q, p)
-        return beta_part(x, p, q)
-
-    low, high = 0.0, 1.0
-    while tail(high) > 1.0 - confidence:
-        high *= 2.0
-    for _ in range(60):  # past a float's 53 bits
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if tail(middle) > 1.0 - confidence else (low, middle)
-    return ten_digits(high)
-
-
-def ten_digits(value: float) -> float:
-    """A figure without its last digits, in which machines' logarithms may differ: the same bytes everywhere."""
-    return float(f"{value:.10g}")
-
-
-def beta_part(x: float, p: float, q: float) -> float:
-    """The regularised incomplete beta function I_x(p, q), for x below its mean (Abramowitz and Stegun 26.5.8).
-
-    >>> round(beta_part(0.3, 2.0, 3.0), 4)
-    0.3483
-    """
-    if x <= 0.0:
-        return 0.0
-    fraction = 1.0
-    for k in range(200, 0, -1):
-        m, odd = divmod(k, 2)
-        if odd:
-            term = -(p + m) * (p + q + m) * x / ((p + 2 * m) * (p + 2 * m + 1))
-        else:
-            term = m * (q - m) * x / ((p + 2 * m - 1) * (p + 2 * m))
-        fraction = 1.0 + term / fraction
-    front = math.exp(math.lgamma(p + q) - math.lgamma(p) - math.lgamma(q) + p * math.log(x) + q * math.log(1.0 - x))
-    return front / p / fraction
-
-
 def newest_run(records: Sequence[Record]) -> tuple[tuple[Record, ...], list[str]]:
     """Of one label's records at one c: the newest run's repeats, and remarks about them.
 
     Newest is by `recorded_at`, then by run id, then by place in the file; version 1 lines: the last one. A run in
     which the level was interrupted counts only where no run finished it.
     """
-    whole = [record for record in records if not record.interrupted] or list(records)
-    runs: dict[str, list[Record]] = {}
-    for record in whole:
-        runs.setdefault(record.run, []).append(record)
-    old = [run for run in runs.values() if run[0].schema == 1]
-    candidates = [run for run in runs.values() if run[0].schema > 1] + old[-1:]
+    whole = [record for record in records if not record.interrupted] or records
+    runs = list(group(whole, lambda record: record.run).values())
+    old = [run for run in runs if run[0].schema == 1]
+    candidates = [run for run in runs if run[0].schema > 1] + old[-1:]
     dated = all(record.instant is not None for run in candidates for record in run)
     named = all(run[0].schema > 1 and run[0].data.get("run_id") is not None for run in candidates)
 
-    def age(run: list[Record]) -> tuple[float, str, int]:
-        newest = max(record.instant or 0.0 for record in run) if dated else 0.0
-        return newest, run[0].run if named else "", run[-1].line
+    def age(run: Sequence[Record]) -> tuple[float, str, int]:
+        last = max(record.instant or 0.0 for record in run) if dated else 0.0
+        return last, run[0].run if named else "", run[-1].line
 
-    by_repeat: dict[int, Record] = {}
     remarks = []
-    for record in max(candidates, key=age):
-        if record.repeat in by_repeat:
-            remarks.append(
-                f"c={record.concurrency}: lines {by_repeat[record.repeat].line} and {record.line} are both "
-                f"run {printable(record.run)}, repeat {record.repeat}, and differ: the later one is shown"
-            )
-        by_repeat[record.repeat] = record
-    return tuple(by_repeat[repeat] for repeat in sorted(by_repeat)), remarks
-
-
-def build_curve(label: str, records: Sequence[Record]) -> Curve:
-    """The levels of one label that count, sorted by c."""
-    by_c: dict[int, list[Record]] = {}
-    for record in records:
-        by_c.setdefault(record.concurrency, []).append(record)
-    levels, remarks = [], []
-    for c in sorted(by_c):
-        runs, said = newest_run(by_c[c])
-        levels.append(Level(c, runs))
-        remarks += said
-    shown = [record for level in levels for record in level.runs]
-    newest = max(shown, key=lambda record: (record.instant or 0.0, record.line))
-    if any(record.schema == 1 for record in shown):
-        remarks.append(VERSION_1_REMARK)
-    return Curve(label, tuple(levels), {name: newest.setting(name) for name in SETTINGS}, tuple(remarks))
+    newest = max(candidates, key=age)
+    by_repeat = group(newest, lambda record: record.repeat)
+    for repeat, same in by_repeat.items():
+        if len(same) > 1:
+            lines = " and ".join(str(record.line) for record in same)
+            run = f"run {printable(same[0].run)}, repeat {repeat}"
+            remarks.append(f"c={same[0].c}: lines {lines} are both {run}, and differ: the last one is shown")
+    return tuple(by_repeat[repeat][-1] for repeat in sorted(by_repeat)), remarks
 
 
 VERSION_1_REMARK = (
@@ -963,35 +761,38 @@ VERSION_1_REMARK = (
 )
 
 
+def build_curve(label: str, records: Sequence[Record]) -> Curve:
+    """The levels of one label that count, sorted by c."""
+    levels, remarks = [], []
+    for c, at_c in sorted(group(records, lambda record: record.c).items()):
+        runs, said = newest_run(at_c)
+        levels.append(Level(c, runs))
+        remarks += said
+    shown_records = [record for level in levels for record in level.runs]
+    newest = max(shown_records, key=lambda record: (record.instant or 0.0, record.line))
+    remarks += [VERSION_1_REMARK] if any(record.schema == 1 for record in shown_records) else []
+    return Curve(label, tuple(levels), {name: newest.setting(name) for name in SETTINGS}, tuple(remarks))
+
+
 def find_curve(notebook: Notebook, name: str) -> Curve:
     """The curve of a label, given as written or as --list shows it, or of one of its runs, as L@RUN (the run id, or
     its beginning where that names one run). Raises ResultError where there is none."""
     if not notebook.records:
         raise ResultError(f"no level records in {notebook.path}: run load_test.py first, or name the file: --labbook")
-    label = find_label(notebook, name)
-    if label is not None:
-        return notebook.curves[label]
-    name_of_label, at, run = name.rpartition("@")
-    label = find_label(notebook, name_of_label) if at else None
-    if label is None:
+    by_name = {**{as_word(label): label for label in notebook.curves}, **{label: label for label in notebook.curves}}
+    if name in by_name:
+        return notebook.curves[by_name[name]]
+    label, _, run = name.rpartition("@")
+    if label not in by_name:
         known = ", ".join(map(as_word, notebook.curves))
         raise ResultError(f"no label {name!r} in {notebook.path}; it holds: {known}")
-    records = notebook.by_label()[label]
-    runs = dict.fromkeys(record.run for record in records)
+    runs = group(notebook.by_label()[by_name[label]], lambda record: record.run)
     found = [run] if run in runs else [known for known in runs if known.startswith(run)]
     if len(found) != 1:
-        raise ResultError(
-            f"{'no' if not found else 'more than one'} run {run!r} of {as_word(label)} in {notebook.path}; "
-            f"it holds: {', '.join(map(printable, runs))}"
-        )
-    return build_curve(f"{label}@{found[0]}", [record for record in records if record.run == found[0]])
-
-
-def find_label(notebook: Notebook, name: str) -> str | None:
-    """A label by its name as written, else as --list shows it."""
-    if name in notebook.curves:
-        return name
-    return next((label for label in notebook.curves if as_word(label) == name), None)
+        held = ", ".join(map(printable, runs))
+        many = "more than one" if found else "no"
+        raise ResultError(f"{many} run {run!r} of {as_word(label)} in {notebook.path}; it holds: {held}")
+    return build_curve(f"{by_name[label]}@{found[0]}", runs[found[0]])
 
 
 # ---------------------------------------------------------------------------------------------------- comparing two
@@ -1015,25 +816,69 @@ def ratio_interval(runs_a: Sequence[float], runs_b: Sequence[float]) -> Ratio | 
     judge of "different", "fell" and "grew".
 
     >>> [round(figure, 3) for figure in ratio_interval([100, 102, 98], [110, 112, 108])]
-    [1.055, 1.1, 1.147]
+    [1.053, 1.1, 1.149]
     """
     if min(len(runs_a), len(runs_b)) < 2 or min(*runs_a, *runs_b) <= 0:
         return None
-    (mean_a, part_a, free_a), (mean_b, part_b, free_b) = map(mean_and_error, (runs_a, runs_b))
-    error = part_a + part_b
+    means, errors = [], []
+    for runs in (runs_a, runs_b):
+        logs = [math.log(value) for value in runs]
+        means.append(math.fsum(logs) / len(logs))
+        errors.append(math.fsum((value - means[-1]) ** 2 for value in logs) / (len(logs) - 1) / len(logs))
     reach = 0.0
-    if error > 0:
-        freedom = error**2 / (part_a**2 / free_a + part_b**2 / free_b)
-        reach = student_t(freedom) * math.sqrt(error)
-    return Ratio(*(ten_digits(math.exp(mean_b - mean_a + shift)) for shift in (-reach, 0.0, reach)))
+    if sum(errors) > 0:
+        freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(runs_a) - 1) + errors[1] ** 2 / (len(runs_b) - 1))
+        reach = student_t(freedom) * math.sqrt(sum(errors))
+    middle = means[1] - means[0]
+    return Ratio(*(ten_digits(math.exp(value)) for value in (middle - reach, middle, middle + reach)))
 
 
-def mean_and_error(runs: Sequence[float]) -> tuple[float, float, int]:
-    """The mean of the logarithms of runs, the variance of that mean, and its degrees of freedom."""
-    logs = [math.log(value) for value in runs]
-    mean = math.fsum(logs) / len(logs)
-    free = len(logs) - 1
-    return mean, math.fsum((value - mean) ** 2 for value in logs) / free / len(logs), free
+def student_t(freedom: float, confidence: float = 0.95) -> float:
+    """The t that a Student variable of so many degrees of freedom stays within, either side, with this confidence.
+
+    Its two-sided tail is the regularised incomplete beta function I_x(freedom/2, 1/2), x = freedom / (freedom + t^2)
+    (Abramowitz and Stegun 26.7.1), here inverted by halving.
+
+    >>> [round(student_t(n), 3) for n in (1, 2, 3, 10, 100)]
+    [12.706, 4.303, 3.182, 2.228, 1.984]
+    """
+
+    def tail(t: float) -> float:
+        x, p = freedom / (freedom + t * t), freedom / 2.0
+        if x > (p + 1.0) / (p + 2.5):  # there the fraction of the complement converges faster
+            return 1.0 - incomplete_beta(1.0 - x, 0.5, p)
+        return incomplete_beta(x, p, 0.5)
+
+    low, high = 0.0, 1.0
+    while tail(high) > 1.0 - confidence:
+        high *= 2.0
+    for _ in range(60):  # past a float's 53 bits
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if tail(middle) > 1.0 - confidence else (low, middle)
+    return ten_digits(high)
+
+
+def incomplete_beta(x: float, p: float, q: float) -> float:
+    """The regularised I_x(p, q), for x below its mean: continued fraction 26.5.8 of Abramowitz and Stegun.
+
+    >>> round(incomplete_beta(0.3, 2.0, 3.0), 4)
+    0.3483
+    """
+    if x <= 0.0:
+        return 0.0
+    fraction = 1.0
+    for k in range(200, 0, -1):
+        m, odd = divmod(k, 2)
+        up = -(p + m) * (p + q + m) if odd else m * (q - m)
+        down = (p + 2 * m) * (p + 2 * m + (1 if odd else -1))
+        fraction = 1.0 + up * x / down / fraction
+    front = math.exp(math.lgamma(p + q) - math.lgamma(p) - math.lgamma(q) + p * math.log(x) + q * math.log(1.0 - x))
+    return front / p / fraction
+
+
+def ten_digits(value: float) -> float:
+    """A figure without its last digits, in which machines' logarithms may differ: the same bytes everywhere."""
+    return float(f"{value:.10g}")
 
 
 class Change(NamedTuple):
@@ -1052,15 +897,38 @@ def change(a: Level, b: Level, path: str) -> Change | None:
     return Change(top / bottom, None if interval is None else interval.different)
 
 
-# ---------------------------------------------------------------------------------- statements: reading, notes, check
+# --------------------------------------------------------------------------------------- statements: notes, reading
 
 PASS, WARN, FAIL, NOTE, READING = "PASS", "WARN", "FAIL", "NOTE", "READING"
+
+NEAR_LINEAR = 0.8  # scaling above it: added requests still cost little
+FLAT_TPOT = 1.25  # TPOT p50 against the lowest level's: up to here called flat
+FAST_GROWTH = 3.0  # TTFT p90 growing this many times faster than TPOT is waiting, not slower steps
+LONG_WAIT_SHARE = 0.25  # TTFT p90 as a share of a median request's decoding: a wait for others to finish
+TAIL_RATIO = 1.5  # TPOT p90 / p50: "far above"
+FALL = 0.95  # single runs often differ by 5 %: a smaller fall is not worth a sentence
+LOW_IN_FLIGHT = 0.75  # of c; at c = 20 that is 15, the lab's own line
+FEW_ROUNDS = 8  # a level of fewer rounds loses a sizeable part of its time to filling and draining
+CPU_HIGH = 0.8  # of one core: the client's event loop is then rarely idle
+CPU_MIN_WALL_S = 1.0  # a share of CPU over less time is start-up, not load
+LAG_SHARE = 0.25  # client delay as a share of TPOT (or TTFT) that makes it part of the figure
+LAG_MIN_S = 0.002  # an event loop's timers are a millisecond coarse: less lateness says nothing
+PAUSE_S, PAUSE_SHARE = 0.1, 0.03  # an event loop late by this much, and by this part of the level, was stopped
+CONNECT_SHARE = 0.2  # connect p90 as a share of TTFT p90
+NOTICED_S = 0.02  # nobody notices less of a wait, and loopback alone takes some of it
+CACHE_POINTS = 0.10  # cached share differing by more than this between levels of one label
+SPLIT_SHARE = 0.5  # of the mean time to first token: the part that dominates it
+STEADY_SHOWN, DRAINING = 0.03, 0.05  # steady state against the wall figure: worth showing; bends scaling and knee
+DRIFT = 1.25  # TPOT of a level's last third against its first; medians of a dozen requests wobble by a few per cent
+HOT_C, SLOW_CLOCK = 80, 0.9  # GPUs lower their clocks near here; SM clock against the best level's
+
+SINGLE_RUNS = "single runs: run-to-run variance unknown (often 5 %)"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One thing that a program says of a curve or a notebook: a shape (READING), a remark (NOTE), a rule's verdict
-    (PASS, WARN, FAIL). `items` holds each case of a rule on its own, naming its label and level."""
+    """One thing that the program says: a shape (READING), a remark (NOTE), a rule's verdict (PASS, WARN, FAIL).
+    `items` holds each case of a rule on its own, naming its label and level."""
 
     code: str
     status: str
@@ -1073,43 +941,31 @@ class Statement:
 
 
 class Sign(NamedTuple):
-    """What one level shows of a shape: the evidence in words and as values; `advice` replaces the shape's."""
+    """What one level shows of a shape: evidence in words and as values; `advice` replaces the shape's own."""
 
     text: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = {}
     certain: bool = True
     advice: str | None = None
 
 
-class Shape(NamedTuple):
-    """A shape that a curve can have. `test` is asked of every usable level; the highest level that shows it gives
-    the evidence."""
-
-    code: str
-    test: Callable[[Curve, Level], Sign | None]
-    advice: str
-
-
-SINGLE_RUNS = "single runs: run-to-run variance unknown (often 5 %); use --repeat 3"
-
-
 def near_linear(curve: Curve, level: Level) -> Sign | None:
     """Every level up to this one scales well, at a TPOT like the lowest level's."""
-    lowest = curve.usable[0]
-    if level is lowest:
+    lowest, index = curve.usable[0], curve.usable.index(level)
+    known = [
+        (curve.scaling(lower) or 0.0, slower.times)
+        for lower in curve.usable[1 : index + 1]
+        if (slower := change(lowest, lower, "tpot_s.p50"))
+    ]
+    if not known or len(known) < index or any(scaling <= NEAR_LINEAR or slow > FLAT_TPOT for scaling, slow in known):
         return None
-    for lower in curve.usable[1 : curve.usable.index(level) + 1]:
-        scaling, slower = curve.scaling(lower), change(lowest, lower, "tpot_s.p50")
-        if scaling is None or scaling <= NEAR_LINEAR or slower is None or slower.times > FLAT_TPOT:
-            return None
-    assert scaling is not None and slower is not None
-    more = level is curve.usable[-1] and curve.knee is None
-    return Sign(
-        f"near-linear scaling up to c={level.c} (efficiency {scaling:.2f}): TPOT p50 {slower.times:.2f} times that at "
-        f"c={lowest.c}",
-        {"c": level.c, "scaling": scaling, "tpot_growth": slower.times},
-        advice="measure higher levels: the knee is not reached" if more else f"admit at least {level.c} at once",
+    scaling, slower_times = known[-1]
+    text = (
+        f"near-linear scaling up to c={level.c} (efficiency {scaling:.2f}): TPOT p50 {slower_times:.2f} times that at "
     )
+    more = level is curve.usable[-1] and curve.knee is None
+    advice = "measure higher levels: the knee is not reached" if more else f"admit at least {level.c} at once"
+    return Sign(f"{text}c={lowest.c}", {"scaling": scaling, "tpot_growth": slower_times}, advice=advice)
 
 
 def per_sequence_cost(curve: Curve, level: Level) -> Sign | None:
@@ -1120,23 +976,12 @@ def per_sequence_cost(curve: Curve, level: Level) -> Sign | None:
     grown_ms = fit.b_ms * level.c
     if (grown_ms - fit.a_ms) / (grown_ms + fit.a_ms) <= fit.largest_residual:
         return None
-    return Sign(
-        f"per-sequence cost b*c = {grown_ms:.1f} ms exceeds the fixed step cost a = {fit.a_ms:.1f} ms at c={level.c}: "
-        "KV reads, attention or sampling (the curve alone cannot say which)",
-        {"c": level.c, "a_ms": fit.a_ms, "b_ms": fit.b_ms, "bc_ms": grown_ms},
-    )
+    cost = f"per-sequence cost b*c = {grown_ms:.1f} ms exceeds the fixed step cost a = {fit.a_ms:.1f} ms at c={level.c}"
+    unknown = "KV reads, attention or sampling (the curve alone cannot say which)"
+    return Sign(f"{cost}: {unknown}", {"a_ms": fit.a_ms, "b_ms": fit.b_ms, "bc_ms": grown_ms})
 
 
-def waiting_seen(level: Level) -> tuple[str, float] | None:
-    """The server's own sign that requests waited: (what, how many)."""
-    for path, words in (("server.peak_deferred", "deferred"), ("server.peak_waiting", "waiting")):
-        value = level.median(path)
-        if value:
-            return words, value
-    return None
-
-
-def split_of_ttft(level: Level) -> dict[str, float]:
+def ttft_parts(level: Level) -> dict[str, float]:
     """The means of queue, prefill and rest in seconds, as far as recorded: means add up to a mean, medians do not."""
     parts = ((part, level.median(f"ttft_split_s.{part}.mean")) for part in ("queue", "prefill", "rest"))
     return {part: value for part, value in parts if value is not None}
@@ -1145,68 +990,93 @@ def split_of_ttft(level: Level) -> dict[str, float]:
 def queueing(curve: Curve, level: Level) -> Sign | None:
     """First tokens wait for a slot or for cache blocks. A wait is long against a request's own decoding; prompts
     that merely arrive together wait for each other's prefill, which is short against it."""
-    ttft, tpot, tokens = (level.median(path) for path in ("ttft_s.p90", "tpot_s.p50", "output_tokens"))
+    ttft, tpot = level.median("ttft_s.p90"), level.median("tpot_s.p50")
     if ttft is None or not tpot or ttft < NOTICED_S:
         return None
     lowest, slots = curve.usable[0], level.setting("server_slots")
-    growth = {path: change(lowest, level, path) for path in ("ttft_s.p90", "tpot_s.p50")}
-    ttft_change, tpot_change = growth.values()
-    outgrown = bool(ttft_change and tpot_change and ttft_change.times > FAST_GROWTH * tpot_change.times)
-    outgrown = outgrown and ttft_change is not None and ttft_change.shown is not False
-    tokens_each = (tokens or 0.0) / (level.median("completed") or 1.0)
+    later, slower = change(lowest, level, "ttft_s.p90"), change(lowest, level, "tpot_s.p50")
+    outgrown = bool(later and slower and later.shown is not False and later.times > FAST_GROWTH * slower.times)
+    tokens_each = (level.median("output_tokens") or 0.0) / (level.median("completed") or 1.0)
     long_wait = ttft > LONG_WAIT_SHARE * tpot * max(tokens_each - 1, 1)
-    above, waiting, split = slots is not None and level.c > slots, waiting_seen(level), split_of_ttft(level)
-    sampled = any(level.median(path) is not None for path in ("server.peak_deferred", "server.peak_waiting"))
+    above = slots is not None and level.c > slots
+    waits = {name: level.median(f"server.peak_{name}") for name in ("deferred", "waiting")}
+    sampled, parts = any(count is not None for count in waits.values()), ttft_parts(level)
     # What a split leaves for the queue holds the server's other delays too, where the server saw nobody wait.
-    queued = not sampled and split.get("queue", 0.0) > SPLIT_SHARE * math.fsum(split.values())
-    certain = above or waiting is not None or queued
-    fits = slots is not None and level.c <= slots
-    if not (certain and (long_wait or outgrown)) and not (long_wait and outgrown and not sampled and not fits):
+    queued = not sampled and parts.get("queue", 0.0) > SPLIT_SHARE * math.fsum(parts.values())
+    certain = above or any(waits.values()) or queued
+    unexplained = long_wait and outgrown and not sampled and (slots is None or above)
+    if not (certain and (long_wait or outgrown)) and not unexplained:
         return None
     signs = [f"TTFT p90 {ttft:.3f} s"]
-    if ttft_change and tpot_change and level is not lowest:
-        signs.append(f"{ttft_change.times:.1f} times that at c={lowest.c}, TPOT p50 {tpot_change.times:.1f} times")
+    if later and slower and level is not lowest:
+        signs.append(f"{later.times:.1f} times that at c={lowest.c}, TPOT p50 {slower.times:.1f} times")
     signs += [f"{level.c} at once on {counted(slots, 'slot')}"] if above else []
-    signs += [f"{waiting[1]:g} {waiting[0]} at the peak"] if waiting else []
-    values = {
-        "c": level.c,
-        "ttft_growth": ttft_change.times if ttft_change else None,
-        "tpot_growth": tpot_change.times if tpot_change else None,
-        "slots": slots,
-        waiting[0] if waiting else "waiting": waiting[1] if waiting else None,
-    }
+    signs += [f"{count:g} {name} at the peak" for name, count in waits.items() if count]
+    growth = {"ttft_growth": later.times if later else None, "tpot_growth": slower.times if slower else None}
+    text = f"{'' if certain else 'possibly '}requests queue for slots or KV blocks at c={level.c}: {', '.join(signs)}"
     unsure = "sample the server (--sample 1) and record --server-slots to tell a queue from long prompts"
-    cause = "requests queue for slots or KV blocks" if certain else "possibly requests queue for slots or KV blocks"
-    return Sign(f"{cause} at c={level.c}: {', '.join(signs)}", values, certain, None if certain else unsure)
+    return Sign(text, {**growth, "slots": slots, **waits}, certain, None if certain else unsure)
 
 
-def ttft_parts(level: Level, least_s: float = NOTICED_S) -> tuple[str, str, dict[str, Any]] | None:
-    """(the part that dominates the mean TTFT, or "none"; all parts in words; as values); None without a split, or
-    where the whole is too short to notice."""
-    seconds = split_of_ttft(level)
-    total = math.fsum(seconds.values())
-    if total < least_s:
+SPLIT_MEANING = {  # the dominating part of the mean TTFT: what it means, one thing to try
+    "queue": ("queueing dominates: an admission limit, not a slow model", "raise the slots, or admit fewer requests"),
+    "prefill": ("dominated by prefill", "cache the common prefix, or shorten the prompts"),
+    "rest": ("TTFT is about one decode step: nothing to improve", ""),
+    "outside": ("mostly outside the engine", "look at the server's HTTP layer, its tokeniser and the client"),
+    "none": ("no part dominates", "see which part grows from level to level"),
+}
+
+
+def ttft_split(curve: Curve, level: Level) -> Sign | None:
+    """Where the server says that the mean TTFT goes, at the highest level that has a split worth noticing. vLLM's
+    histograms have the first step in their prefill: what they leave of the client's mean is outside the engine."""
+    parts = ttft_parts(level)
+    total = math.fsum(parts.values())
+    if total < NOTICED_S or any(ttft_parts(other) for other in curve.usable if other.c > level.c):
         return None
-    shares = {part: value / total for part, value in seconds.items()}
-    part = max(shares, key=lambda name: shares[name])
-    text = ", ".join(f"{name} {seconds[name]:.3f} s ({share:.0%})" for name, share in shares.items())
-    values: dict[str, Any] = {"c": level.c, "seconds": seconds, "shares": shares}
-    return part if shares[part] > SPLIT_SHARE else "none", f"mean TTFT at c={level.c}: {text}", values
+    part = max(parts, key=lambda name: parts[name])
+    if parts[part] <= SPLIT_SHARE * total:
+        part = "none"
+    elif part == "rest" and level.median("ttft_split_s.rest.p50") is None:
+        part = "outside"
+    meaning, advice = SPLIT_MEANING[part]
+    shares = {name: value / total for name, value in parts.items()}
+    text = ", ".join(f"{name} {parts[name]:.3f} s ({share:.0%})" for name, share in shares.items())
+    return Sign(
+        f"mean TTFT at c={level.c}: {text}: {meaning}",
+        {"part": part, "seconds": parts, "shares": shares},
+        advice=advice,
+    )
 
 
-def ttft_split(part: str, meaning: str, *, histograms: bool = False) -> Callable[[Curve, Level], Sign | None]:
-    """The test of one part of the TTFT split, at the highest level that has a split. vLLM's histograms have the
-    first step in their prefill: what is left of the client's mean is outside the engine."""
+def drift_of(level: Level) -> tuple[float, float] | None:
+    """TPOT in seconds over the first and the last third of a level's requests, where they differ by more than noise.
+    Speeding up counts from six rounds on: the last round of a short level drains, and so decodes faster."""
+    paths = ("drift.tpot_first_third_s", "drift.tpot_last_third_s")
+    first, last = (level.median(path) for path in paths)
+    interval = ratio_interval(*(level.values(path) for path in paths))
+    if not first or not last or (interval is not None and not interval.different):
+        return None
+    sped_up = first > DRIFT * last and (level.rounds or 0.0) >= 6
+    return (first, last) if last > DRIFT * first or sped_up else None
 
-    def test(curve: Curve, level: Level) -> Sign | None:
-        parts = ttft_parts(level)
-        if parts is None or any(ttft_parts(other) for other in curve.usable if other.c > level.c) or parts[0] != part:
-            return None
-        if part == "rest" and histograms != (level.median("ttft_split_s.rest.p50") is None):
-            return None
-        return Sign(f"{parts[1]}: {meaning}", parts[2])
 
-    return test
+def drifting(curve: Curve, level: Level) -> Sign | None:
+    """The server changed while the level ran: heat, another load, or a cold start."""
+    drift = drift_of(level)
+    if drift is None:
+        return None
+    first, last = drift
+    text = f"drift at c={level.c}: TPOT p50 {1000 * first:.1f} ms over the first third of the requests, "
+    text += f"{1000 * last:.1f} ms over the last"
+    values = {"tpot_first_third_s": first, "tpot_last_third_s": last}
+    if last < first:
+        return Sign(f"{text}: the server was still warming up", values, advice="warm it up first: --warmup auto")
+    clock, heat = level.median("gpu.sm_clock_mhz_min"), level.median("gpu.temperature_c_max")
+    best = max(other.median("gpu.sm_clock_mhz_min") or 0.0 for other in curve.usable)
+    if (clock is not None and clock < SLOW_CLOCK * best) or (heat is not None and heat >= HOT_C):
+        text += f"; probably GPU throttling: up to {shown(heat, 0)} C, SM clock down to {shown(clock, 0)} MHz"
+    return Sign(text, {**values, "temperature_c_max": heat, "sm_clock_mhz_min": clock})
 
 
 def other_prefills(curve: Curve, level: Level) -> Sign | None:
@@ -1215,61 +1085,38 @@ def other_prefills(curve: Curve, level: Level) -> Sign | None:
     p50, p90 = level.median("tpot_s.p50"), level.median("tpot_s.p90")
     if level.c == 1 or not p50 or p90 is None or p90 <= TAIL_RATIO * p50 or p90 - p50 < LAG_MIN_S or drift_of(level):
         return None
-    return Sign(
-        f"probably other requests' prefills at c={level.c}: TPOT p90 {1000 * p90:.1f} ms is {p90 / p50:.1f} times p50 "
-        f"({1000 * p50:.1f} ms)",
-        {"c": level.c, "tpot_p50_s": p50, "tpot_p90_s": p90, "ratio": p90 / p50},
-        certain=False,
-    )
+    tail = f"TPOT p90 {1000 * p90:.1f} ms is {p90 / p50:.1f} times p50 ({1000 * p50:.1f} ms)"
+    return Sign(f"probably other requests' prefills at c={level.c}: {tail}", {"ratio": p90 / p50}, certain=False)
 
 
 def past_saturation(curve: Curve, level: Level) -> Sign | None:
     """More requests give less: throughput is below that of a lower level while as many are in flight."""
-    lower = [other for other in curve.usable if other.c < level.c and other.median("output_tokens_per_s")]
-    if not lower:
-        return None
-    best = max(lower, key=lambda other: other.median("output_tokens_per_s") or 0.0)
+    lower = [other for other in curve.usable if other.c < level.c]
+    best = max(lower, key=lambda other: other.median("output_tokens_per_s") or 0.0, default=level)
     fall = change(best, level, "output_tokens_per_s")
     held = (level.median("mean_in_flight") or 0.0) >= (best.median("mean_in_flight") or 0.0)
-    if fall is None or not held or fall.shown is False or fall.times >= (1.0 if fall.shown else FALL):
+    if fall is None or best is level or not held or fall.shown is False or fall.times >= (1.0 if fall.shown else FALL):
         return None
-    rate, next_rate = best.median("output_tokens_per_s"), level.median("output_tokens_per_s")
-    return Sign(
-        f"{'' if fall.shown else 'possibly '}past saturation: throughput falls from {rate:.1f} at c={best.c} to "
-        f"{next_rate:.1f} at c={level.c} while in flight holds{'' if fall.shown else ' (too few runs for a verdict)'}",
-        {"c": level.c, "from": rate, "to": next_rate},
-        bool(fall.shown),
-        f"admit at most {best.c} at once" if fall.shown else "repeat both levels: --repeat 3",
-    )
+    rates = [shown(one.median("output_tokens_per_s"), 1) for one in (best, level)]
+    text = f"past saturation: throughput falls from {rates[0]} at c={best.c} to {rates[1]} at c={level.c} while in "
+    values = {"best_c": best.c, "ratio": fall.times}
+    if fall.shown:
+        return Sign(f"{text}flight holds", values, advice=f"admit at most {best.c} at once")
+    return Sign(f"possibly {text}flight holds (single runs: no verdict)", values, False, "repeat both: --repeat 3")
 
 
 def preemptions(curve: Curve, level: Level) -> Sign | None:
     """The engine put sequences aside, for its cache was full."""
     count = level.median("server.preemptions")
-    if not count:
-        return None
-    text = f"KV cache full: the engine preempted {count:g} times at c={level.c}"
-    return Sign(text, {"c": level.c, "preemptions": count})
-
-
-def client_bound(curve: Curve, level: Level) -> Sign | None:
-    """The client, not the server, may have set a level's figures."""
-    text = client_evidence(level)
-    values = {
-        "c": level.c,
-        "in_flight": level.median("mean_in_flight"),
-        "cpu_fraction": level.median("client.cpu_fraction"),
-        "loop_lag_p99_s": level.median("client.loop_lag_s.p99"),
-    }
-    return Sign(f"the client at c={level.c}: {text}", values, not text.startswith("possibly")) if text else None
+    text = f"KV cache full: the engine preempted {count or 0:g} times at c={level.c}"
+    return Sign(text, {"preemptions": count}) if count else None
 
 
 def few_in_flight(level: Level) -> str | None:
     """The mean in flight, where it is well below c; None elsewhere."""
     in_flight = level.median("mean_in_flight")
-    if in_flight is None or not level.median("completed") or in_flight >= LOW_IN_FLIGHT * level.c:
-        return None
-    return f"in flight {in_flight:.1f} of {level.c}"
+    few = in_flight is not None and level.median("completed") and in_flight < LOW_IN_FLIGHT * level.c
+    return f"in flight {in_flight:.1f} of {level.c}" if few else None
 
 
 def client_evidence(level: Level) -> str | None:
@@ -1282,22 +1129,38 @@ def client_evidence(level: Level) -> str | None:
     low = few_in_flight(level)
     if low and all(record.schema == 1 for record in level.runs):
         return f"possibly: {low} (or the level was short and drained)"
-    tpot, ttft, wall = (level.median(path) for path in ("tpot_s.p50", "ttft_s.p50", "wall_s"))
-    lag, pause = level.median("client.loop_lag_s.p99"), level.median("client.loop_lag_s.max")
-    floor, floor_ttft = level.median("client.floor_us_per_delta"), level.median("client.floor_ttft_s")
-    cpu = level.median("client.cpu_fraction")
-    reasons = []
-    if lag is not None and tpot and lag > max(LAG_SHARE * tpot, LAG_MIN_S):
-        reasons.append(f"client loop lag p99 {1000 * lag:.1f} ms against a TPOT of {1000 * tpot:.1f} ms")
-    if pause is not None and wall and pause > max(PAUSE_S, PAUSE_SHARE * wall):
-        reasons.append(f"the client paused for {pause:.1f} s of {wall:.1f} s")
-    if floor is not None and tpot and floor * 1e-6 * level.c > LAG_SHARE * tpot:
-        reasons.append(f"reading {level.c} deltas costs {floor * level.c / 1000:.2f} of {1000 * tpot:.2f} ms of TPOT")
-    elif floor_ttft is not None and ttft and floor_ttft > LAG_SHARE * ttft:
-        reasons.append(f"this client alone takes {1000 * floor_ttft:.1f} ms of a TTFT of {1000 * ttft:.1f} ms")
-    if cpu is not None and cpu > CPU_HIGH and (wall is None or wall >= CPU_MIN_WALL_S):
-        reasons.append(f"client CPU {cpu:.0%} of one core")
+    tpot, ttft, wall = (level.median(path) or 0.0 for path in ("tpot_s.p50", "ttft_s.p50", "wall_s"))
+    lag, pause, floor_us, floor_ttft, cpu = (
+        level.median(f"client.{name}") or 0.0
+        for name in ("loop_lag_s.p99", "loop_lag_s.max", "floor_us_per_delta", "floor_ttft_s", "cpu_fraction")
+    )
+    floor = floor_us * 1e-6 * level.c
+    signs = (
+        (
+            tpot and lag > max(LAG_SHARE * tpot, LAG_MIN_S),
+            f"client loop lag p99 {1000 * lag:.1f} ms{per(tpot, 'TPOT')}",
+        ),
+        (wall and pause > max(PAUSE_S, PAUSE_SHARE * wall), f"the client paused for {pause:.1f} s of {wall:.1f} s"),
+        (tpot and floor > LAG_SHARE * tpot, f"reading {level.c} deltas costs {1000 * floor:.2f} ms{per(tpot, 'TPOT')}"),
+        (
+            ttft and floor_ttft > LAG_SHARE * ttft,
+            f"the client alone takes {1000 * floor_ttft:.1f} ms{per(ttft, 'TTFT')}",
+        ),
+        (cpu > CPU_HIGH and (wall >= CPU_MIN_WALL_S or not wall), f"client CPU {cpu:.0%} of one core"),
+    )
+    reasons = [text for holds, text in signs if holds]
     return ", ".join(([low] if low and reasons else []) + reasons) or None
+
+
+def per(seconds: float, name: str) -> str:
+    return f" against a {name} of {1000 * seconds:.1f} ms"
+
+
+def client_bound(curve: Curve, level: Level) -> Sign | None:
+    text = client_evidence(level)
+    names = ("mean_in_flight", "client.cpu_fraction", "client.loop_lag_s.p99")
+    values = {name.rpartition(".")[2]: level.median(name) for name in names}
+    return Sign(f"the client at c={level.c}: {text}", values, not text.startswith("possibly")) if text else None
 
 
 def short_level(curve: Curve, level: Level) -> Sign | None:
@@ -1306,15 +1169,10 @@ def short_level(curve: Curve, level: Level) -> Sign | None:
     low, rounds = few_in_flight(level), level.rounds
     if not low or client_evidence(level) or rounds is None:
         return None
-    values = {"c": level.c, "in_flight": level.median("mean_in_flight"), "rounds": rounds}
     if rounds < FEW_ROUNDS:
-        return Sign(f"short level at c={level.c}: {low} over {rounds:.1f} rounds, and the client was idle", values)
-    return Sign(
-        f"{low} over {rounds:.1f} rounds, and nothing recorded says why",
-        values,
-        False,
-        "look for a limit between client and server (a proxy, a connection limit), or run the client elsewhere",
-    )
+        return Sign(f"short level: {low} over {rounds:.1f} rounds at c={level.c}, and the client was idle")
+    advice = "look for a limit between client and server (a proxy, a connection limit), or run the client elsewhere"
+    return Sign(f"{low} over {rounds:.1f} rounds at c={level.c}, and nothing recorded says why", {}, False, advice)
 
 
 def draining(curve: Curve, level: Level) -> Sign | None:
@@ -1322,46 +1180,9 @@ def draining(curve: Curve, level: Level) -> Sign | None:
     steady, wall = level.median("steady_output_tokens_per_s"), level.median("output_tokens_per_s")
     if steady is None or not wall or steady <= (1 + DRAINING) * wall:
         return None
+    more = f"steady state {steady:.1f} tok/s is {steady / wall - 1:.1%} above the wall figure {wall:.1f}"
     rounds = f" over {level.rounds:.1f} rounds" if level.rounds else ""
-    return Sign(
-        f"draining at c={level.c}: steady state {steady:.1f} tok/s is {steady / wall - 1:.1%} above the wall figure "
-        f"{wall:.1f}{rounds}; scaling and knee are those of the wall figures",
-        {"c": level.c, "steady_output_tokens_per_s": steady, "output_tokens_per_s": wall, "rounds": level.rounds},
-    )
-
-
-def drift_of(level: Level) -> tuple[float, float] | None:
-    """TPOT in seconds over the first and the last third of a level's requests, where they differ by more than noise.
-    Speeding up counts from six rounds on: the last round of a short level drains, and so decodes faster."""
-    paths = ("drift.tpot_first_third_s", "drift.tpot_last_third_s")
-    first, last = (level.median(path) for path in paths)
-    interval = ratio_interval(*(level.values(path) for path in paths))
-    if not first or not last or (interval is not None and not interval.different):
-        return None
-    slowed, sped_up = last > DRIFT * first, first > DRIFT * last and (level.rounds or 0.0) >= 6
-    return (first, last) if slowed or sped_up else None
-
-
-def drifting(curve: Curve, level: Level) -> Sign | None:
-    """The server changed while the level ran: heat, another load, a growing cache, or a cold start."""
-    drift = drift_of(level)
-    if drift is None:
-        return None
-    first, last = drift
-    text = f"drift at c={level.c}: TPOT p50 {1000 * first:.1f} ms over the first third of the requests, "
-    text += f"{1000 * last:.1f} ms over the last"
-    values: dict[str, Any] = {"c": level.c, "tpot_first_third_s": first, "tpot_last_third_s": last}
-    if last < first:
-        return Sign(text + ": the server was still warming up", values, advice="warm it up first: --warmup auto")
-    clock, heat = level.median("gpu.sm_clock_mhz_min"), level.median("gpu.temperature_c_max")
-    best = max((value for other in curve.usable if (value := other.median("gpu.sm_clock_mhz_min"))), default=None)
-    slower = clock is not None and best is not None and clock < 0.9 * best
-    if slower or (heat is not None and heat >= HOT_C):
-        signs = [f"up to {heat:.0f} C"] if heat is not None else []
-        signs += [f"SM clock down to {clock:.0f} MHz (best level {best:.0f})"] if clock is not None else []
-        text += f"; probably GPU throttling: {', '.join(signs)}"
-        values.update({"temperature_c_max": heat, "sm_clock_mhz_min": clock})
-    return Sign(text, values)
+    return Sign(f"draining at c={level.c}: {more}{rounds}; scaling and knee are those of the wall figures")
 
 
 def connecting(curve: Curve, level: Level) -> Sign | None:
@@ -1369,241 +1190,160 @@ def connecting(curve: Curve, level: Level) -> Sign | None:
     connect, ttft = level.median("connect_s.p90"), level.median("ttft_s.p90")
     if connect is None or not ttft or connect <= max(CONNECT_SHARE * ttft, NOTICED_S):
         return None
-    text = f"connecting at c={level.c}: p90 {1000 * connect:.1f} ms beside a TTFT p90 of {1000 * ttft:.1f} ms"
-    return Sign(text, {"c": level.c, "connect_p90_s": connect, "ttft_p90_s": ttft})
+    return Sign(f"connecting at c={level.c}: p90 {1000 * connect:.1f} ms beside a TTFT p90 of {1000 * ttft:.1f} ms")
+
+
+def not_by_length(level: Level) -> tuple[int, str]:
+    """(how many responses did not end by their length, by which reasons)."""
+    other = {name: count for name, count in level.tally("finish_reasons").items() if name != "length"}
+    return sum(other.values()), ", ".join(f"{printable(name)} {count}" for name, count in sorted(other.items()))
 
 
 def early_stops(curve: Curve, level: Level) -> Sign | None:
     """Outputs that end before max_tokens make requests shorter, and requests per second higher."""
-    reasons = level.tally("finish_reasons")
-    other = {name: count for name, count in reasons.items() if name != "length" and count}
-    if not other:
-        return None
-    count, total = sum(other.values()), sum(reasons.values())
-    named = ", ".join(f"{printable(name)} {number}" for name, number in sorted(other.items()))
-    text = f"early stops at c={level.c}: {count} of {counted(total, 'response')} did not end by length ({named})"
-    return Sign(text, {"c": level.c, "count": count, "of": total, "finish_reasons": other})
+    count, named = not_by_length(level)
+    of = counted(sum(level.tally("finish_reasons").values()), "response")
+    text = f"early stops at c={level.c}: {count} of {of} did not end by length ({named})"
+    return Sign(text, {"count": count}) if count else None
 
 
 def cache_luck(curve: Curve, level: Level) -> Sign | None:
     """The cached share differs from a lower level's, so they did not do the same work."""
-    share = level.cached_share
-    known = [
-        (other.c, other.cached_share) for other in curve.usable if other.c <= level.c and other.cached_share is not None
-    ]
-    shares = [value for _, value in known]
-    if share is None or max(abs(share - value) for value in shares) <= CACHE_POINTS:
+    known = [(one.c, one.cached_share) for one in curve.usable if one.c <= level.c and one.cached_share is not None]
+    shares = [share for _, share in known]
+    if level.cached_share is None or max(abs(level.cached_share - share) for share in shares) <= CACHE_POINTS:
         return None
     points = 100 * (max(shares) - min(shares))
-    shown = ", ".join(f"{value:.0%} at c={c}" for c, value in known)
+    told = ", ".join(f"{share:.0%} at c={c}" for c, share in known)
+    text = f"cache luck: cached share {told}: {points:.0f} points apart"
     slots = "a server with a cache per slot fills it slot by slot: warm every slot, or use a pooled cache"
-    return Sign(
-        f"cache luck: cached share {shown}: {points:.0f} points apart",
-        {"c": level.c, "shares": {str(c): value for c, value in known}, "points": points},
-        advice=slots if curve.settings["prompt_set"] == "shared-prefix" else None,
-    )
+    shared = curve.settings["prompt_set"] == "shared-prefix"
+    return Sign(text, {"shares": {str(c): share for c, share in known}}, advice=slots if shared else None)
 
 
 def single_run(curve: Curve, level: Level) -> Sign | None:
     """One run of a level: nothing says how much its figures vary."""
-    text = "single run of each level: run-to-run variance unknown (often 5 %), so differences of a few percent may be "
-    if any(len(other.runs) > 1 for other in curve.usable):
-        text = f"single run of c={level.c}: run-to-run variance unknown (often 5 %), so a few percent may be "
-    return Sign(text + "noise", {"runs": 1}) if len(level.runs) == 1 else None
+    alone = all(len(other.runs) == 1 for other in curve.usable)
+    text = SINGLE_RUNS if alone else f"single run of c={level.c}: its run-to-run variance is unknown (often 5 %)"
+    return Sign(text) if len(level.runs) == 1 else None
 
 
-def repeats(curve: Curve, level: Level) -> Sign | None:
-    """How much the runs of the level that varies most differ."""
-
-    def share(other: Level) -> float:
-        low, high = other.range("output_tokens_per_s") or (0.0, 0.0)
-        return (high - low) / (other.median("output_tokens_per_s") or 1.0)
-
-    limits = level.range("output_tokens_per_s")
-    if limits is None or level is not max(curve.usable, key=share):
-        return None
-    text = f"{len(level.runs)} runs: throughput varies most at c={level.c}, {limits[0]:.1f} to {limits[1]:.1f} "
-    values = {"c": level.c, "runs": len(level.runs), "low": limits[0], "high": limits[1]}
-    return Sign(text + f"({share(level):.1%} of the median)", values)
-
-
-SHAPES = (
-    Shape("near_linear", near_linear, ""),
-    Shape(
+# (code, test, advice). A test is asked of every usable level; the highest that shows the shape gives the evidence.
+SHAPES: tuple[tuple[str, Callable[[Curve, Level], Sign | None], str], ...] = (
+    ("near_linear", near_linear, ""),
+    (
         "per_sequence_cost",
         per_sequence_cost,
         "serving_arithmetic.py --measured tells KV reads from other work; more slots bring diminishing returns",
     ),
-    Shape("queueing", queueing, "more slots, if memory allows, or admit fewer requests"),
-    Shape(
-        "ttft_is_queue",
-        ttft_split("queue", "queueing dominates: an admission limit, not a slow model"),
-        "raise the slots, or admit fewer requests",
-    ),
-    Shape(
-        "ttft_is_prefill",
-        ttft_split("prefill", "dominated by prefill"),
-        "cache the common prefix, or shorten the prompts",
-    ),
-    Shape("ttft_is_decode", ttft_split("rest", "TTFT is about one decode step: nothing to improve"), ""),
-    Shape(
-        "ttft_is_outside",
-        ttft_split("rest", "mostly outside the engine", histograms=True),
-        "look at the server's HTTP layer, its tokeniser and the client",
-    ),
-    Shape("ttft_is_mixed", ttft_split("none", "no part dominates"), "see which part grows from level to level"),
-    Shape(
+    ("queueing", queueing, "more slots, if memory allows, or admit fewer requests"),
+    ("ttft_split", ttft_split, ""),
+    (
         "other_prefills",
         other_prefills,
         "a smaller prefill batch (llama-server --ubatch-size, vLLM --max-num-batched-tokens), or prefix caching",
     ),
-    Shape("past_saturation", past_saturation, ""),
-    Shape("preemptions", preemptions, "a larger KV cache, a shorter context, or fewer sequences at once"),
-    Shape(
+    ("past_saturation", past_saturation, ""),
+    ("preemptions", preemptions, "a larger KV cache, a shorter context, or fewer sequences at once"),
+    (
         "client",
         client_bound,
         "run load_test.py on another machine, through an SSH tunnel; the server stays on loopback",
     ),
-    Shape("short_level", short_level, "more requests per level (--min-rounds 8)"),
-    Shape("draining", draining, "more requests per level (--min-rounds 8)"),
-    Shape("drift", drifting, "let the machine cool and stop other loads, then repeat; --sample 1 records the GPU"),
-    Shape("connecting", connecting, "a longer listen backlog or more HTTP threads (llama-server --threads-http)"),
-    Shape(
+    ("short_level", short_level, "more requests per level (--min-rounds 8)"),
+    ("draining", draining, "more requests per level (--min-rounds 8)"),
+    ("drift", drifting, "let the machine cool and stop other loads, then repeat; --sample 1 records the GPU"),
+    ("connecting", connecting, "a longer listen backlog or more HTTP threads (llama-server --threads-http)"),
+    (
         "early_stops",
         early_stops,
         "compare tokens per second, not requests; for equal outputs --extra-body '{\"ignore_eos\": true}'",
     ),
-    Shape("cache_luck", cache_luck, "use prompts that differ from the first token on (prompt set mixed)"),
-    Shape("single_run", single_run, "--repeat 3 runs the ladder three times, interleaved"),
-    Shape("repeats", repeats, "--compare judges differences by the runs; more runs narrow its interval"),
+    ("cache_luck", cache_luck, "use prompts that differ from the first token on (prompt set mixed)"),
+    ("single_run", single_run, "--repeat 3 runs the ladder three times, interleaved"),
 )
 
 
 def read_curve(curve: Curve) -> list[Statement]:
     """Every shape that a curve shows."""
     found = []
-    for shape in SHAPES:
-        signs = [(level.c, sign) for level in curve.usable if (sign := shape.test(curve, level))]
+    for code, test, shape_advice in SHAPES:
+        signs = [(level.c, sign) for level in curve.usable if (sign := test(curve, level))]
         if signs:
-            levels, (text, values, certain, advice) = tuple(c for c, _ in signs), signs[-1][1]
-            advice = shape.advice if advice is None else advice
-            found.append(Statement(shape.code, READING, text, levels, advice or None, values, certain))
+            c, (text, values, certain, advice) = signs[-1]
+            advice = shape_advice if advice is None else advice
+            levels = tuple(c for c, _ in signs)
+            found.append(Statement(code, READING, text, levels, advice or None, {"c": c, **values}, certain))
     return found
 
 
 def note_statements(notebook: Notebook, curve: Curve) -> list[Statement]:
-    """What else is known of the levels: what was left out, tails, lengths, the server's side, recovery, versions."""
-    found = []
-
-    def note(code: str, text: str, *levels: int) -> None:
-        found.append(Statement(code, NOTE, text, levels))
-
-    for level in curve.levels:
-        if level.left_out:
-            note("left_out", f"c={level.c} is left out of fit, knee and scaling: {level.left_out}", level.c)
-    for code, title, paths in CURVE_NOTES:
-        for path in paths:
-            values = [(level.c, level.median(path)) for level in curve.levels]
-            known = [(c, value) for c, value in values if value is not None]
-            if known:
-                figures = ", ".join(f"c={c} {value:.4g}" for c, value in known)
-                note(code, f"{title.format(path.rpartition('.')[2])}: {figures}", *(c for c, _ in known))
-    for level in curve.levels:
-        for code, text in level_notes(level):
-            note(code, text, level.c)
+    """What else is known of a curve: what was left out, steady state, failures, the server's side, recovery."""
+    found = [
+        Statement(code, NOTE, text, (level.c,)) for level in curve.levels for code, text in level_notes(level) if text
+    ]
     runs = {record.run for level in curve.levels for record in level.runs}
     for record in notebook.recoveries:
         if record.run in runs:
-            after = record.number("after_s")
             states = [f"{'' if record.data.get(key) is True else 'not '}{key}" for key in ("idle", "answered")]
-            note("recovery", f"recovery: {', '.join(states)}{f' after {after:.1f} s' if after is not None else ''}")
-    for text in mixed_settings(curve):
-        note("mixed_settings", text)
-    for text in curve.remarks:
-        note("remark", text)
-    return found
-
-
-CURVE_NOTES = (
-    ("ttft_p95", "TTFT {}", ("ttft_s.p95",)),
-    ("prefill", "the server's prefill, tokens/s", ("prefill_tokens_per_s",)),
-    ("tokens_per_delta", "tokens per delta", ("tokens_per_delta",)),
-    ("tokens_per_joule", "tokens per joule", ("gpu.tokens_per_joule",)),
-)
-SERVER_NOTES = (
-    ("server.peak_busy_slots", "busy slots"),
-    ("server.peak_deferred", "deferred"),
-    ("server.busy_slots_per_decode", "per decode"),
-    ("server.peak_running", "running"),
-    ("server.peak_waiting", "waiting"),
-    ("server.preemptions", "preemptions"),
-    ("server.peak_cache_usage", "cache use"),
-)
-GPU_NOTES = (
-    ("gpu.power_w_mean", "W"),
-    ("gpu.temperature_c_max", "C at most"),
-    ("gpu.sm_clock_mhz_min", "MHz at least"),
-    ("gpu.memory_used_mib_max", "MiB at most"),
-)
+            after = record.number("after_s")
+            text = f"recovery: {', '.join(states)}{f' after {after:.1f} s' if after is not None else ''}"
+            found.append(Statement("recovery", NOTE, text))
+    texts = (("mixed_settings", mixed_settings(curve)), ("remark", curve.remarks))
+    return found + [Statement(code, NOTE, text) for code, of_code in texts for text in of_code]
 
 
 def level_notes(level: Level) -> Iterator[tuple[str, str]]:
     """(code, text) of what is known of one level alone."""
+    at = f"at c={level.c}"
+    yield "left_out", f"c={level.c} is left out of fit, knee and scaling: {level.left_out}" if level.left_out else ""
     steady, wall = level.median("steady_output_tokens_per_s"), level.median("output_tokens_per_s")
     if steady is not None and wall and abs(steady / wall - 1) > STEADY_SHOWN:
-        share = f"{steady / wall - 1:+.1%}"
-        yield "steady_state", f"steady state at c={level.c}: {steady:.1f} tok/s, {share} against the wall figure"
-    low, p50, p90, high = (level.median(f"output_tokens_per_request.{key}") for key in ("min", "p50", "p90", "max"))
-    if low is not None and high is not None and low != high:
-        text = f"{low:.0f} to {high:.0f}, p50 {shown(p50, 0)}, p90 {shown(p90, 0)}"
-        yield "output_lengths", f"output tokens per request at c={level.c}: {text}"
-    if level.total("failed"):
-        yield "failed", f"c={level.c}: {failures(level)}"
+        yield "steady_state", f"steady state {at}: {steady:.1f} tok/s, {steady / wall - 1:+.1%} against the wall figure"
+    yield "failed", f"failures {at}: {failures(level)}" if level.total("failed") else ""
     names = level.tally("models")
-    if len(names) > 1:
-        yield "models", f"c={level.c}: responses named {len(names)} models: {', '.join(map(printable, names))}"
+    yield "models", f"responses {at} named {', '.join(map(printable, names))}" if len(names) > 1 else ""
+    for block in ("server", "gpu"):
+        keys = dict.fromkeys(key for record in level.runs for key in record.data.get(block) or {})
+        figures = [(key, level.median(f"{block}.{key}")) for key in keys]
+        text = ", ".join(f"{printable(key)} {value:g}" for key, value in figures if value is not None)
+        yield block, f"{block} {at}: {text}" if text else ""
     turns = level.runs[-1].data.get("by_turn")
-    if isinstance(turns, list):
-        rows = [row for row in turns if isinstance(row, dict)]
-        figures = [(as_number(row.get("ttft_p50_s")), as_number(row.get("cached_tokens_mean"))) for row in rows]
-        text = "; ".join(
-            f"{turn}: TTFT p50 {shown(ttft, 3)} s, cached {shown(cached, 0)}"
-            for turn, (ttft, cached) in enumerate(figures, 1)
-        )
-        yield "by_turn", f"by turn at c={level.c}: {text}"
-    for code, notes in (("server", SERVER_NOTES), ("gpu", GPU_NOTES)):
-        seen = [(words, value) for path, words in notes if (value := level.median(path)) is not None]
-        texts = (f"{words} {value:g}" if code == "server" else f"{value:g} {words}" for words, value in seen)
-        if seen:
-            yield code, f"{'GPU' if code == 'gpu' else code} at c={level.c}: {', '.join(texts)}"
+    rows = [row for row in turns if isinstance(row, dict)] if isinstance(turns, list) else []
+    told = (
+        f"{turn}: TTFT p50 {shown(as_number(row.get('ttft_p50_s')), 3)} s, cached "
+        f"{shown(as_number(row.get('cached_tokens_mean')), 0)} of {shown(as_number(row.get('prompt_tokens_mean')), 0)}"
+        for turn, row in enumerate(rows, 1)
+    )
+    yield "by_turn", f"by turn {at}: {'; '.join(told)}" if rows else ""
 
 
 def failures(level: Level) -> str:
     """How many requests of a level failed in all its runs, with the first error."""
-    asked = level.total("requests") or level.total("failed")
     errors = [record.data["first_error"] for record in level.runs if record.data.get("first_error")]
+    of = level.total("requests") or level.total("failed")
     runs = f" in {len(level.runs)} runs" if len(level.runs) > 1 else ""
-    first = f" ({printable(errors[0])[:120]})" if errors else ""
-    return f"{level.total('failed')} of {asked} failed{runs}{first}"
+    return f"{level.total('failed')} of {of} failed{runs}{f' ({printable(errors[0])[:120]})' if errors else ''}"
 
 
 def mixed_settings(curve: Curve) -> list[str]:
     """Each setting in which the levels of one label differ."""
-    texts = []
-    for name in COMPARED:
-        values = dict.fromkeys(
-            setting_text(record.setting(name), name) for level in curve.levels for record in level.runs
-        )
-        if len(values) > 1:
-            texts.append(f"levels of this label differ in {name}: {', '.join(values)}")
-    return texts
+    records = [record for level in curve.levels for record in level.runs]
+    values = {name: dict.fromkeys(setting_text(record.setting(name), name) for record in records) for name in COMPARED}
+    return [
+        f"levels of this label differ in {name}: {', '.join(texts)}" for name, texts in values.items() if len(texts) > 1
+    ]
 
 
 # ------------------------------------------------------------------------------ what a record's figures must satisfy
 
+# A writer may round twice (a request to a nanosecond, then its level to a microsecond), and sums of floats are off in
+# their last bits: both widen a printed value's interval by less than this.
+HALF_SLACK, FLOAT_SLACK = 1.01, 1e-9
+
 
 class Span(NamedTuple):
-    """The true values that a printed one can stand for."""
+    """The true values that a printed figure can stand for."""
 
     low: float
     high: float
@@ -1619,38 +1359,22 @@ class Span(NamedTuple):
         return Span(self.low + other.low, self.high + other.high)
 
 
-# A writer may round twice (a request to a nanosecond, then its level to a microsecond), and sums of floats are off in
-# their last bits: both widen a printed value's interval by less than this.
-HALF_SLACK = 1.01
-FLOAT_SLACK = 1e-9
-RAW_HALF = 0.5e-6  # a per-request line gives its times to a microsecond
-
-
-def span(value: float, half: float = math.inf) -> Span:
-    """A printed figure as the interval of half its last printed digit to either side; a count is exact.
-
-    `half` bounds that reach where the writer's digits are known: JSON leaves out zeros at the end.
-
-    >>> span(40), Span(11.9, 12.1).meets(span(Printed("12.3"))), Span(11.9, 12.26).meets(span(Printed("12.3")))
-    (Span(low=40.0, high=40.0), False, True)
-    """
-    if not isinstance(value, Printed):
-        return Span(float(value), float(value))
-    reach = min(value.half, half) * HALF_SLACK + abs(value) * FLOAT_SLACK
-    return Span(max(0.0, value - reach), value + reach)
-
-
 def measured(record: Record, path: str) -> Span | None:
-    """The interval of a printed figure, or None where the record does not have it. Counts are exact, and so are
-    numbers of tokens per request; `sum.NAME` is the sum of a block of counts."""
+    """A printed figure as the interval of half its last printed digit to either side, or None where the record does
+    not have it. Counts are exact, and so are numbers of tokens per request; `sum.NAME` adds a block of counts up.
+
+    >>> measured(Record(1, {"wall_s": Printed("12.3")}), "wall_s").meets(Span(12.34, 12.5))
+    True
+    """
     if path.startswith("sum."):
         block = record.data.get(path[4:])
-        return None if block is None else span(sum(map(int, block.values())))
+        return None if block is None else Span(*[float(sum(map(int, block.values())))] * 2)
     value = record.number(path)
     if value is None:
         return None
     exact = KIND.get(path) == "count" or (path.startswith("output_tokens_per_request.") and value.text.isdigit())
-    return span(int(value)) if exact else span(value)
+    reach = 0.0 if exact else value.half * HALF_SLACK + abs(value) * FLOAT_SLACK
+    return Span(max(0.0, value - reach), value + reach)
 
 
 # (left, relation, right, guard): sums and products of figures that are not negative. A guard names when it holds.
@@ -1679,7 +1403,7 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
     *((f"ttft_s.{key}", "<=", f"e2e_s.{key}", "") for key in STATISTICS),
     *(
         (f"{name}.{low}", "<=", f"{name}.{high}", "")
-        for name in STATISTIC_FIELDS
+        for name in STATS
         for low, high in (*zip(STATISTICS[:5], STATISTICS[1:6]), ("min", "mean"), ("mean", "max"))
     ),
 )
@@ -1707,9 +1431,9 @@ def evaluate(record: Record, expression: str) -> Span | None:
 
 def format_figure(record: Record, path: str) -> str:
     """A figure as it is printed, for a finding."""
+    value = record.raw(path)
     if path.startswith("sum."):
         return f"the sum of {path[4:]}"
-    value = record.raw(path)
     return f"{path} {value.text if isinstance(value, Printed) else json.dumps(value)}"
 
 
@@ -1722,20 +1446,19 @@ def format_side(record: Record, expression: str, value: Span) -> str:
 
 def contradictions(record: Record) -> list[str]:
     """Every piece of arithmetic that an honest line satisfies and this one does not."""
-    numbers = [item.name for item in FIELDS if item.kind in ("count", "measure")]
-    paths = [*numbers, *(f"{name}.{key}" for name in STATISTIC_FIELDS for key in STATISTICS)]
+    paths = [*NUMBERS, *(f"{name}.{key}" for name in STATS for key in STATISTICS)]
     negative = [f"{format_figure(record, path)} is negative" for path in paths if (record.number(path) or 0.0) < 0.0]
     if negative:
         return negative  # the rest holds for figures that are not negative
     found = []
     for left, relation, right, guard in RELATIONS:
         one, other = evaluate(record, left), evaluate(record, right)
-        if one is None or other is None or (one.low <= other.high and (relation == "<=" or other.low <= one.high)):
+        if one is None or other is None or not GUARDS[guard](record):
             continue
-        if GUARDS[guard](record):
+        if one.low > other.high or (relation == "=" and other.low > one.high):
             words = "is not" if relation == "=" else "is more than"
             found.append(f"{format_side(record, left, one)} {words} {format_side(record, right, other)}")
-    return list(dict.fromkeys(found + check_decoding_time(record) + check_within_slo(record)))
+    return found + check_decoding_time(record) + check_within_slo(record)
 
 
 def check_decoding_time(record: Record) -> list[str]:
@@ -1743,11 +1466,9 @@ def check_decoding_time(record: Record) -> list[str]:
     smallest and the largest TPOT, and equal the mean's where all outputs have one length."""
     least, most = (record.count(f"output_tokens_per_request.{key}") for key in ("min", "max"))
     tokens, completed = record.count("output_tokens"), record.count("completed")
-    if least is None or most is None or tokens is None or not completed or least < 2:
-        return []
     bounds = ("tpot_s.mean", "tpot_s.mean") if least == most else ("tpot_s.min", "tpot_s.max")
     e2e, ttft, low, high = (measured(record, path) for path in ("e2e_s.mean", "ttft_s.mean", *bounds))
-    if e2e is None or ttft is None or low is None or high is None:
+    if least is None or least < 2 or tokens is None or not completed or not (e2e and ttft and low and high):
         return []
     each = (tokens - completed) / completed
     if Span(e2e.low - ttft.high, e2e.high - ttft.low).meets(Span(low.low * each, high.high * each)):
@@ -1760,32 +1481,29 @@ def check_within_slo(record: Record) -> list[str]:
     """within_slo fits the nearest-rank percentiles: a percentile q inside a limit means that at least q of the
     requests are; one outside, that fewer are. Version 1's percentiles are not known to be nearest rank."""
     completed, within = record.count("completed"), record.count("within_slo")
-    least_tokens = record.count("output_tokens_per_request.min")
+    tokens = record.count("output_tokens_per_request.min")
+    limits = [(name, record.number(f"slo_{name}")) for name in ("ttft_s", "tpot_s")]
     if record.schema == 1 or not completed or within is None or record.data.get("percentile_method") is not None:
         return []
-    counts = []
-    for name, limit in (("ttft_s", record.number("slo_ttft_s")), ("tpot_s", record.number("slo_tpot_s"))):
-        if limit is None or (name == "tpot_s" and (least_tokens is None or least_tokens < 2)):
-            return []  # below 2 tokens there is no TPOT, and how many those are is not known
-        counts.append(count_within(record, name, float(limit), completed))
-    most = min(high for _, high in counts)
-    least = max(0, sum(low for low, _ in counts) - completed)
+    if tokens is None or tokens < 2 or any(limit is None for _, limit in limits):
+        return []  # below 2 tokens there is no TPOT, and how many those are is not known
+    misses, most = 0, completed  # at most so many outside one limit or the other, at most so many inside both
+    for name, limit in limits:
+        at_least = 0
+        for key, percent in zip(STATISTICS[:6], PERCENTS):
+            value, index = measured(record, f"{name}.{key}"), rank(percent, completed)
+            if value is not None and value.high <= (limit or 0.0):
+                at_least = max(at_least, index + 1)
+            elif value is not None and value.low > (limit or 0.0):
+                most = min(most, index)
+        misses += completed - at_least
+    least = max(0, completed - misses)
     if least <= within <= most:
         return []
     return [f"within_slo {within} does not fit the percentiles and limits: between {least} and {most} of {completed}"]
 
 
-def count_within(record: Record, name: str, limit: float, completed: int) -> tuple[int, int]:
-    """(at least, at most) how many of the requests have a figure at or below a limit."""
-    least, most = 0, completed
-    for key, percent in (("min", 0), ("p50", 50), ("p90", 90), ("p95", 95), ("p99", 99), ("max", 100)):
-        value = measured(record, f"{name}.{key}")
-        index = rank(percent, completed)
-        if value is not None and value.high <= limit:
-            least = max(least, index + 1)
-        if value is not None and value.low > limit:
-            most = min(most, index)
-    return least, most
+PERCENTS = (0, 50, 90, 95, 99, 100)  # of the first six STATISTICS
 
 
 def rank(percent: int, count: int) -> int:
@@ -1834,12 +1552,11 @@ def tells_a_copy(figures: Mapping[str, Printed]) -> bool:
     return digits >= COPY_DIGITS and room >= COPY_ROOM
 
 
-def fingerprint(record: Record) -> tuple[int, tuple[tuple[str, float], ...]] | None:
+def fingerprint(record: Record) -> tuple[Any, ...] | None:
     """c and latency figures, whatever stands around them; None where too few requests stand behind them."""
     figures = latency_figures(record)
-    if (record.count("completed") or 0) < 5 or not figures:
-        return None
-    return record.concurrency, tuple((path, float(value)) for path, value in figures.items())
+    enough = (record.count("completed") or 0) >= 5 and figures
+    return (record.c, *((path, float(value)) for path, value in figures.items())) if enough else None
 
 
 def copied_latencies(records: Sequence[Record]) -> list[str]:
@@ -1852,26 +1569,24 @@ def copied_latencies(records: Sequence[Record]) -> list[str]:
     found = []
     seen: dict[Any, Record] = {}
     for record in records:
-        print_of = fingerprint(record)
-        if print_of is None:
+        mark = fingerprint(record)
+        if mark is None:
             continue
-        earlier = seen.setdefault((record.label, print_of), record)
-        if record.schema == 1 and earlier.schema == 1:
-            other = record.data.get("recorded_at") != earlier.data.get("recorded_at")
-        else:
-            other = (record.run, record.repeat) != (earlier.run, earlier.repeat)
+        earlier = seen.setdefault((record.label, mark), record)
+        both_old = record.schema == 1 and earlier.schema == 1
+        runs = ((one.data.get("recorded_at"),) if both_old else (one.run, one.repeat) for one in (record, earlier))
         also = ("wall_s", "output_tokens_per_s", "mean_in_flight")
         same = sum(value.digits for path in also if (value := earlier.number(path)) and value == record.number(path))
-        if other and (tells_a_copy(latency_figures(record)) or same >= COPY_LOAD_DIGITS):
+        if len(set(runs)) > 1 and (tells_a_copy(latency_figures(record)) or same >= COPY_LOAD_DIGITS):
             found.append(
-                f"{as_word(record.label)} c={record.concurrency}: lines {earlier.line} and {record.line} are different "
-                f"runs or repeats, but all {len(print_of[1])} latency figures are equal to the last digit"
+                f"{as_word(record.label)} c={record.c}: lines {earlier.line} and {record.line} are different "
+                f"runs or repeats, but all {len(mark) - 1} latency figures are equal to the last digit"
             )
     return found
 
 
-def missing_digits(record: Record) -> str | None:
-    """Latency figures of a schema 2 line with fewer decimals than load_test.py writes; None where they are whole.
+def missing_digits(record: Record) -> list[str]:
+    """Whether latency figures of a schema 2 line have fewer decimals than load_test.py writes.
 
     A figure of a microsecond's resolution ends in k zeros, which JSON leaves out, once in 10^k: a handful of different
     figures that lack one and a half digits each, on average, were rounded afterwards.
@@ -1879,101 +1594,79 @@ def missing_digits(record: Record) -> str | None:
     figures = {float(value): value for value in latency_figures(record).values() if value > 0}
     lacking = sum(max(0, WRITTEN_DECIMALS - value.decimals) for value in figures.values())
     if record.schema == 1 or len(figures) < 6 or lacking < 1.5 * len(figures):
-        return None
-    return (
-        f"its {len(figures)} latency figures lack {lacking / len(figures):.1f} digits each of what load_test.py writes"
-    )
+        return []
+    each = f"{lacking / len(figures):.1f} digits each of what load_test.py writes"
+    return [f"its {len(figures)} latency figures lack {each}"]
 
 
 # ------------------------------------------------------------------------- recomputing levels from per-request lines
 
-LevelKey = tuple[str, str, int, int]  # label, run id, repeat, c
+RAW_STEP_S = 1e-6  # a per-request line gives its times to a microsecond
 
 
 @dataclass
 class RawFile:
-    """The per-request lines of a --raw file, by the level they belong to."""
+    """The per-request lines of a --raw file, by the level they belong to: (label, run, repeat, c)."""
 
     path: str
-    levels: dict[LevelKey, list[Mapping[str, Any]]] = field(default_factory=dict)
+    levels: dict[tuple[str, str, int, int], list[Mapping[str, Any]]] = field(default_factory=dict)
     damaged: list[Remark] = field(default_factory=list)
 
 
 def read_raw(path: str) -> RawFile:
     """Read a --raw file. Raises UserError where it cannot be read or holds no request at all."""
     raw = RawFile(path)
-    for number, line, cut in file_lines(path):
+    for number, line in enumerate(file_lines(path), 1):
         text = line.decode("utf-8", errors="replace").strip("\ufeff \t\r\n")
         if not text:
             continue
         try:
             data = parse_json(text)
-            if cut or not isinstance(data, dict) or not all(map(is_count, (data["repeat"], data["concurrency"]))):
+            if not isinstance(data, dict) or not all(is_count(data.get(key)) for key in ("repeat", "concurrency")):
                 raise ValueError("no per-request record")
             ours = {name: value for name, value in data.items() if name != "timings"}  # the server's own, in any unit
             if fault := oversized("", ours):
                 raise ValueError(fault)
-            key = (str(data["label"]), str(data["run_id"]), int(data["repeat"]), int(data["concurrency"]))
-        except KeyError as error:
-            raw.damaged.append(Remark(number, f"no per-request record: {error.args[0]} is missing"))
         except ValueError as error:
             raw.damaged.append(Remark(number, str(error)))
         else:
+            key = (str(data.get("label")), str(data.get("run_id")), int(data["repeat"]), int(data["concurrency"]))
             raw.levels.setdefault(key, []).append(data)
     if not raw.levels:
         raise UserError(f"{path} holds no per-request record: load_test.py --raw FILE writes them")
     return raw
 
 
-def figures_of(requests: Iterable[Mapping[str, Any]], path: str) -> list[Span]:
-    """The intervals of one figure over the requests that have it; counts are exact."""
-    values = (as_number(request.get(path)) for request in requests)
-    half = RAW_HALF if path.endswith("_s") else 0.0
-    return [span(value, half) if half else span(float(value)) for value in values if value is not None]
+def figures_of(requests: Iterable[Mapping[str, Any]], path: str) -> list[float]:
+    """One figure of the requests that have it."""
+    return [float(value) for value in (as_number(request.get(path)) for request in requests) if value is not None]
 
 
-def nearest_rank(spans: Sequence[Span], percent: int) -> Span:
-    """The interval of a nearest-rank percentile."""
-    index = rank(percent, len(spans))
-    return Span(sorted(item.low for item in spans)[index], sorted(item.high for item in spans)[index])
-
-
-def total_span(spans: Sequence[Span]) -> Span:
-    return Span(math.fsum(item.low for item in spans), math.fsum(item.high for item in spans))
-
-
-def mean_span(spans: Sequence[Span]) -> Span:
-    total = total_span(spans)
-    return Span(total.low / len(spans), total.high / len(spans))
-
-
-def raw_spans(requests: Sequence[Mapping[str, Any]], concurrency: int) -> dict[str, Span]:
-    """Every measured figure of a level that follows from its requests, as an interval."""
+def raw_figures(requests: Sequence[Mapping[str, Any]], c: int) -> dict[str, tuple[float, float]]:
+    """Every measured figure of a level that follows from its requests, and by how much their own rounding blurs it."""
     good = [request for request in requests if request.get("ok") is True]
-    found: dict[str, Span] = {}
-    blocks = {name: figures_of(good, name) for name in ("ttft_s", "tpot_s", "e2e_s", "connect_s")}
-    blocks["output_tokens_per_request"] = figures_of(good, "output_tokens")
-    for name, spans in blocks.items():
-        if spans:
-            found[f"{name}.mean"] = mean_span(spans)
-            for key, percent in zip(STATISTICS[:6], (0, 50, 90, 95, 99, 100)):
-                found[f"{name}.{key}"] = nearest_rank(spans, percent)
-    timed = [[*figures_of([request], path)] for request in requests for path in ("started_s", "connect_s", "ended_s")]
-    if timed and all(timed):
-        ends = [total_span([part[0] for part in timed[i : i + 3]]) for i in range(0, len(timed), 3)]
-        wall = nearest_rank(ends, 100)
-        busy = total_span([part[0] for i, part in enumerate(timed) if i % 3])
-        found["wall_s"] = wall
-        if wall.low > 0:
-            in_flight = (busy.low / wall.high, busy.high / wall.low)
-            found["mean_in_flight"] = Span(*(min(value, concurrency) for value in in_flight))
-    counted_requests = [request for request in good if as_number(request.get("prompt_tokens")) is not None]
-    prompts, cached = figures_of(good, "prompt_tokens"), figures_of(counted_requests or good, "cached_tokens")
+    found: dict[str, tuple[float, float]] = {}
+    for name in (*LATENCIES, "connect_s", "output_tokens"):
+        values = sorted(figures_of(good, name))
+        block = "output_tokens_per_request" if name == "output_tokens" else name
+        if values:
+            found[f"{block}.mean"] = math.fsum(values) / len(values), RAW_STEP_S
+            for key, percent in zip(STATISTICS[:6], PERCENTS):
+                found[f"{block}.{key}"] = values[rank(percent, len(values))], RAW_STEP_S
+    parts = ("started_s", "connect_s", "ended_s")
+    timed = [[value for name in parts if (value := as_number(request.get(name))) is not None] for request in requests]
+    if timed and all(len(times) == 3 for times in timed):
+        wall = max(map(math.fsum, timed))
+        found["wall_s"] = wall, 3 * RAW_STEP_S
+        if wall > 0:
+            in_flight = min(math.fsum(connect + ended for _, connect, ended in timed) / wall, c)
+            found["mean_in_flight"] = in_flight, (len(timed) + 3 * in_flight) * RAW_STEP_S / wall
+    reporting = [request for request in good if as_number(request.get("prompt_tokens")) is not None]
+    prompts, cached = figures_of(reporting, "prompt_tokens"), figures_of(reporting or good, "cached_tokens")
     if prompts:
-        found["prompt_tokens_mean"] = mean_span(prompts)
+        found["prompt_tokens_mean"] = math.fsum(prompts) / len(prompts), 0.0
     if cached:  # a request that reports none counts as 0 beside others that report some
-        total = total_span(cached)
-        found["cached_tokens_mean"] = Span(*(value / len(counted_requests or good) for value in total))
+        found["cached_tokens_mean"] = math.fsum(cached) / len(reporting or good), 0.0
     return found
 
 
@@ -1981,30 +1674,26 @@ def raw_counts(record: Record, requests: Sequence[Mapping[str, Any]]) -> dict[st
     """Every count of a level that follows from its requests."""
     good = [request for request in requests if request.get("ok") is True]
     bad = [request for request in requests if request.get("ok") is not True]
-    counts: dict[str, Any] = {
+    tallies: dict[str, dict[str, int]] = {"finish_reasons": {}, "errors": {}}
+    for path, key, of in (("finish_reasons", "finish", good), ("errors", "error_class", bad)):
+        for name in (str(request.get(key) or "none") for request in of):
+            tallies[path][name] = tallies[path].get(name, 0) + 1
+    counts = {
         "requests": len(requests),
         "completed": len(good),
         "failed": len(bad),
-        "output_tokens": sum(int(as_number(request.get("output_tokens")) or 0) for request in good),
+        "output_tokens": int(math.fsum(figures_of(good, "output_tokens"))),
         "coalesced": sum(request.get("coalesced") is True for request in good),
-        "finish_reasons": tally_by(good, "finish"),
-        "errors": tally_by(bad, "error_class"),
+        **tallies,
     }
-    slo_ttft_s, slo_tpot_s = record.number("slo_ttft_s"), record.number("slo_tpot_s")
-    if slo_ttft_s is not None and slo_tpot_s is not None:
-        counts["within_slo"] = sum(request_within(request, slo_ttft_s, slo_tpot_s) for request in good)
+    slo_ttft, slo_tpot = record.number("slo_ttft_s"), record.number("slo_tpot_s")
+    if slo_ttft is not None and slo_tpot is not None:
+        counts["within_slo"] = sum(  # below 2 tokens there is no TPOT to miss its limit
+            (as_number(request.get("ttft_s")) or math.inf) <= slo_ttft
+            and (as_number(request.get("tpot_s")) or 0.0) <= slo_tpot
+            for request in good
+        )
     return counts
-
-
-def tally_by(requests: Sequence[Mapping[str, Any]], path: str) -> dict[str, int]:
-    names = [str(request.get(path) or "none") for request in requests]
-    return {name: names.count(name) for name in dict.fromkeys(names)}
-
-
-def request_within(request: Mapping[str, Any], slo_ttft_s: float, slo_tpot_s: float) -> bool:
-    """Whether a successful request meets both limits; below 2 tokens there is no TPOT to miss its own."""
-    ttft, tpot = as_number(request.get("ttft_s")), as_number(request.get("tpot_s"))
-    return ttft is not None and ttft <= slo_ttft_s and (tpot is None or tpot <= slo_tpot_s)
 
 
 def raw_differences(record: Record, requests: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -2016,15 +1705,19 @@ def raw_differences(record: Record, requests: Sequence[Mapping[str, Any]]) -> li
             written = {name: int(number) for name, number in written.items()}
         if written is not None and written != count:
             found.append(f"{format_figure(record, path)}, but its requests give {json.dumps(count)}")
-    for path, recomputed in raw_spans(requests, record.concurrency).items():
+    for path, (figure, blur) in raw_figures(requests, record.c).items():
         printed = measured(record, path)
-        if printed is not None and not printed.meets(recomputed):
-            middle = (recomputed.low + recomputed.high) / 2
-            found.append(f"{format_figure(record, path)}, but its requests give {middle:.6g}")
+        if printed is not None and not printed.meets(Span(figure - blur, figure + blur)):
+            found.append(f"{format_figure(record, path)}, but its requests give {figure:.6g}")
     return found
 
 
 # ------------------------------------------------------------------------------------------------ rules of the check
+
+SHOWN_ITEMS = 6  # cases named on a rule's line; --json names all
+COUNTER_GAP = 0.02  # the server's and the responses' cached tokens may differ by what was in flight at the ends
+IDENTIFYING = ("host", "quant", "context_length", "server_slots")
+PAIR_SETTINGS = ("engine", "model", "host", "quant", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -2035,20 +1728,27 @@ class Audit:
     curves: Mapping[str, Curve]
     records: Sequence[Record]
     raw: RawFile | None
-    of_label: bool  # one label alone
 
-    def with_prompts(self, prompt_set: str) -> list[tuple[Curve, list[Level]]]:
-        """The curves that have levels of one prompt set, with those levels."""
-        found = []
+    def levels(self, prompt_set: str | None = None) -> Iterator[tuple[str, Level]]:
+        """(how a finding names it, level) of every level (of one prompt set)."""
         for curve in self.curves.values():
-            levels = [level for level in curve.levels if level.setting("prompt_set") == prompt_set]
-            if levels:
-                found.append((curve, levels))
-        return found
+            for level in curve.levels:
+                if prompt_set is None or level.setting("prompt_set") == prompt_set:
+                    yield f"{as_word(curve.label)} c={level.c}", level
 
-    def baselines(self) -> dict[str, Curve]:
+    def baselines(self) -> list[Curve]:
         """Whole sweeps: labels with prompt set mixed and a completed request at each of the lab's levels."""
-        return {curve.label: curve for curve, levels in self.with_prompts("mixed") if not missing_levels(levels)}
+        return [curve for curve in self.curves.values() if not missing_levels(curve)]
+
+
+def missing_levels(curve: Curve) -> list[int]:
+    """The lab's levels without a completed request of prompt set mixed in a whole run."""
+    done = {
+        level.c
+        for level in curve.levels
+        if level.setting("prompt_set") == "mixed" and level.median("completed") and not level.interrupted
+    }
+    return [c for c in SWEEP_LEVELS if c not in done]
 
 
 class Found(NamedTuple):
@@ -2059,142 +1759,80 @@ class Found(NamedTuple):
     status: str | None = None
 
 
-Test = Callable[["Audit"], "Found | None"]  # None where the rule does not apply
-
-
-class Rule(NamedTuple):
-    """A rule of the check. `status` is what a case of it means for a notebook, `label_status` for one label alone
-    (--check --label, which the lab's scripts run after a load); None where it is not asked there."""
-
-    code: str
-    status: str | None
-    label_status: str | None
-    test: Test
-
-
-SHOWN_ITEMS = 6  # cases named on a rule's line; --json names all
-
-
-def each_level(test: Callable[[Level], str | None], good: str) -> Test:
-    """A rule's test from a question to every level; the driver names label and c."""
-
-    def ask(audit: Audit) -> Found:
-        return Found(
-            [
-                f"{where(curve, level)}: {text}"
-                for curve in audit.curves.values()
-                for level in curve.levels
-                if (text := test(level))
-            ],
-            good,
-        )
-
-    return ask
-
-
-def where(curve: Curve, level: Level) -> str:
-    """How a finding names a level: its label and c."""
-    return f"{as_word(curve.label)} c={level.c}"
-
-
-def missing_levels(levels: Sequence[Level]) -> list[int]:
-    """The lab's levels without a completed request in a whole run."""
-    done = {level.c for level in levels if level.median("completed") and not level.interrupted}
-    return [c for c in SWEEP_LEVELS if c not in done]
-
-
 def rule_sweep(audit: Audit) -> Found:
-    """Some label with prompt set mixed has a completed request at each of the lab's levels."""
-    whole = next(iter(audit.baselines()), None)
-    if whole is not None:
-        return Found([], f"{as_word(whole)}: completed requests at c={c_list(SWEEP_LEVELS)}")
-    sweeps = audit.with_prompts("mixed")
-    return Found(
-        [f"{as_word(curve.label)} has no completed request at c={c_list(missing_levels(at))}" for curve, at in sweeps]
-        or [f"no label with prompt set mixed; levels c={c_list(SWEEP_LEVELS)} are needed"]
-    )
-
-
-PAIR_SETTINGS = ("engine", "model", "host", "quant", "max_tokens")
+    whole = audit.baselines()
+    mixed = [c for c in audit.curves.values() if any(level.setting("prompt_set") == "mixed" for level in c.levels)]
+    levels = c_list(SWEEP_LEVELS)
+    items = [f"{as_word(c.label)} has no completed request at c={c_list(missing_levels(c))}" for c in mixed]
+    items = items or [f"no label with prompt set mixed; levels c={levels} are needed"]
+    return Found([], f"{as_word(whole[0].label)}: completed requests at c={levels}") if whole else Found(items)
 
 
 def rule_prefix_pair(audit: Audit) -> Found:
     """A shared-prefix and a unique-prefix label of one engine, model, host, quant, output cap and levels. One whole
     pair is enough to pass; a label whose partner is missing beside it is a warning."""
-
-    def key(curve: Curve, levels: Sequence[Level]) -> tuple[str, ...]:
-        texts = (setting_text(curve.settings[name]) for name in PAIR_SETTINGS)
-        return (*texts, c_list(level.c for level in levels if not level.left_out) or "none")
-
-    shared, unique = (
-        {key(curve, levels): as_word(curve.label) for curve, levels in audit.with_prompts(f"{name}-prefix")}
-        for name in ("shared", "unique")
-    )
-    pairs = [f"{shared[found]} with control {unique[found]}" for found in shared if found in unique]
-    alone = [
-        f"{labels[found]} has no {partner} of "
-        + ", ".join(f"{name} {text}" for name, text in zip((*PAIR_SETTINGS, "levels"), found))
-        for labels, others, partner in (
-            (shared, unique, "unique-prefix control"),
-            (unique, shared, "shared-prefix partner"),
-        )
-        for found in labels
-        if found not in others
-    ]
+    sides: dict[str, dict[tuple[str, ...], str]] = {"shared-prefix": {}, "unique-prefix": {}}
+    for curve in audit.curves.values():
+        for prompt_set, labels in sides.items():
+            levels = [level.c for level in curve.usable if level.setting("prompt_set") == prompt_set]
+            if levels:
+                key = (*(setting_text(curve.settings[name]) for name in PAIR_SETTINGS), c_list(levels))
+                labels[key] = as_word(curve.label)
+    shared, unique = sides.values()
+    pairs = [f"{shared[key]} with control {unique[key]}" for key in shared if key in unique]
+    alone = []
+    sides_of = ((shared, unique, "unique-prefix control"), (unique, shared, "shared-prefix partner"))
+    for labels, others, partner in sides_of:
+        for key, label in labels.items():
+            told = ", ".join(f"{name} {text}" for name, text in zip((*PAIR_SETTINGS, "levels"), key))
+            alone += [] if key in others else [f"{label} has no {partner} of {told}"]
     if not shared and not unique:
         alone = ["no label with prompt set shared-prefix, and none with unique-prefix"]
     return Found(alone, "; ".join(pairs), WARN if pairs else None)
 
 
-def cached_rule(prompt_set: str, holds: Callable[[float], bool], want: str) -> Test:
-    """The rule that every level of a prompt set has a cached share within a limit."""
-
-    def test(audit: Audit) -> Found | None:
-        bad, known = [], []
-        judged = audit.with_prompts(prompt_set)
-        for curve, levels in judged:
-            for level in levels:
-                share = level.cached_share
-                if share is None or (prompt_set == "shared-prefix" and no_cached_count(level)):
-                    continue
-                known.append(f"{where(curve, level)} {share:.0%}")
-                if not holds(share):
-                    cached, prompt = level.median("cached_tokens_mean"), level.median("prompt_tokens_mean")
-                    bad.append(
-                        f"{where(curve, level)}: {cached:.1f} cached of {prompt:.1f} prompt tokens is {share:.1%}, "
-                        f"not {want}"
-                    )
-        if not judged:
-            return None if audit.of_label else Found([f"no {prompt_set} level: nothing shows a cached share {want}"])
-        if not known:
-            return Found([f"not judged: no {prompt_set} level has a cached count"], status=WARN)
-        return Found(bad, f"{', '.join(known)}: {want}")
-
-    return test
+def cached_rule(prompt_set: str, holds: Callable[[float], bool], want: str, audit: Audit) -> Found:
+    """Every level of a prompt set has a cached share within a limit."""
+    levels = list(audit.levels(prompt_set))
+    known = [(where, level, level.cached_share) for where, level in levels if not no_cached_count(level)]
+    known = [(where, level, share) for where, level, share in known if share is not None]
+    if not levels:
+        return Found([f"no {prompt_set} level: nothing shows a cached share {want}"])
+    if not known:
+        return Found([f"not judged: no {prompt_set} level has a cached count"], status=WARN)
+    bad = []
+    for where, level, share in known:
+        if share is not None and not holds(share):
+            figures = [shown(level.median(f"{name}_tokens_mean"), 1) for name in ("cached", "prompt")]
+            bad.append(f"{where}: {figures[0]} cached of {figures[1]} prompt tokens is {share:.1%}, not {want}")
+    return Found(bad, f"{', '.join(f'{where} {share:.0%}' for where, _, share in known)}: {want}")
 
 
 def no_cached_count(level: Level) -> bool:
-    """Whether the server reports no cached tokens; a version 1 line's 0.0 may be that too, so it is taken as that."""
+    """Whether the server reports no cached tokens; a version 1 line's 0.0 may be that too, so it is taken as that for
+    what should be cached."""
+    zero_is_unknown = level.setting("prompt_set") == "shared-prefix"
     counts = [(record.schema, record.number("cached_tokens_mean")) for record in level.runs]
-    return all(count is None or (schema == 1 and count == 0.0) for schema, count in counts)
+    return all(count is None or (schema == 1 and count == 0.0 and zero_is_unknown) for schema, count in counts)
 
 
 def shared_without_count(level: Level) -> str | None:
-    if level.setting("prompt_set") != "shared-prefix" or not no_cached_count(level):
-        return None
-    return "the server does not report cached tokens (vLLM: start it with --enable-prompt-tokens-details)"
+    missing = level.setting("prompt_set") == "shared-prefix" and no_cached_count(level)
+    advice = "(vLLM: start it with --enable-prompt-tokens-details)"
+    return f"the server does not report cached tokens {advice}" if missing else None
 
 
 def server_cached(level: Level) -> str | None:
     """The cached tokens that responses reported against the server's own counter."""
     for record in level.runs:
-        mean, completed = record.number("cached_tokens_mean"), record.count("completed")
-        counter = record.number("server.cached_tokens")
-        if mean is None or counter is None or not completed or record.count("failed"):
+        mean, counter = measured(record, "cached_tokens_mean"), record.number("server.cached_tokens")
+        completed = record.count("completed") or 0
+        if mean is None or counter is None or record.count("failed"):
             continue
-        low, high = (value * completed for value in span(mean))
-        if counter < (1 - COUNTER_GAP) * low - 1 or counter > (1 + COUNTER_GAP) * high + 1:
-            return f"responses report {mean * completed:.0f} cached tokens, the server's counter {counter:.0f}"
+        low, high = mean.low * completed * (1 - COUNTER_GAP) - 1, mean.high * completed * (1 + COUNTER_GAP) + 1
+        if not low <= counter <= high:
+            told = f"responses report {mean.high * completed:.0f} cached tokens"
+            return f"{told}, the server's own counter {counter:.0f}"
     return None
 
 
@@ -2205,11 +1843,9 @@ def server_settings(level: Level) -> str | None:
         ("server_slots", "server.slots", "slots"),
         ("context_length", "server.context_per_slot", "tokens of context a slot"),
     ):
-        for record in level.runs:
-            recorded, reported = record.setting(name), record.number(path)
-            if recorded is not None and reported and reported != recorded:
-                texts.append(f"the server has {reported:g} {words}, the record says {recorded}")
-                break
+        recorded, reported = level.setting(name), level.median(path)
+        if recorded is not None and reported and reported != recorded:
+            texts.append(f"the server has {reported:g} {words}, the record says {recorded}")
     return "; ".join(texts) or None
 
 
@@ -2218,219 +1854,204 @@ def token_counts(level: Level) -> str | None:
     return f"counted from {printable(', '.join(sorted(kinds)))}" if kinds - {'"usage"'} else None
 
 
-def finish_not_length(level: Level) -> str | None:
-    other = {name: count for name, count in level.tally("finish_reasons").items() if name != "length" and count}
-    named = ", ".join(f"{printable(name)} {count}" for name, count in sorted(other.items()))
-    return f"not every answer ran to its length ({named}): compare tokens/s, not requests/s" if other else None
+def finish(level: Level) -> str | None:
+    count, named = not_by_length(level)
+    return f"not every answer ran to its length ({named}): compare tokens/s, not requests/s" if count else None
 
 
 def few_rounds(level: Level) -> str | None:
-    requests = min(level.values("requests"), default=None)
-    if requests is None or requests >= 2 * level.c:
-        return None
-    return f"{counted(requests, 'request')} at c={level.c}: {counted(round(requests / level.c, 2), 'round')}"
+    few = level.rounds is not None and level.rounds < 2
+    requests = counted(min(level.values("requests"), default=0), "request")
+    return f"{requests}, which is {counted(round(level.rounds or 0, 2), 'round')}" if few else None
 
 
 def held_back(level: Level) -> str | None:
-    count = level.total("coalesced")
     of = counted(level.total("completed"), "response")
-    return f"{count} of {of} came in one or two bursts" if count else None
+    return f"{level.total('coalesced')} of {of} came in one or two bursts" if level.total("coalesced") else None
+
+
+def each_level(test: Callable[[Level], str | None], good: str, audit: Audit) -> Found:
+    """A rule that asks every level the same question."""
+    return Found([f"{where}: {text}" for where, level in audit.levels() if (text := test(level))], good)
+
+
+def each_record(test: Callable[[Record], Sequence[str]], good: str, audit: Audit) -> Found:
+    """A rule that asks every record the same question."""
+    return Found([f"{place(record)}: {text}" for record in audit.records for text in test(record)], good)
+
+
+def place(record: Record) -> str:
+    return f"line {record.line}, {as_word(record.label)} c={record.c}"
+
+
+def rule_consistent(audit: Audit) -> Found:
+    found = each_record(contradictions, f"{counted(len(audit.records), 'record')} without contradiction", audit)
+    return found._replace(items=[*found.items, *copied_latencies(audit.records)])
 
 
 def rule_identified(audit: Audit) -> Found:
     items = []
     for curve in audit.curves.values():
-        records = [record for level in curve.levels for record in level.runs]
-        names = [name for name in IDENTIFYING if any(record.setting(name) is None for record in records)]
-        items += [f"{as_word(curve.label)}: {', '.join(names)} missing"] if names else []
+        runs = [record for level in curve.levels for record in level.runs]
+        missing = [name for name in IDENTIFYING if any(record.setting(name) is None for record in runs)]
+        items += [f"{as_word(curve.label)}: {', '.join(missing)} missing"] if missing else []
     return Found(items, f"{', '.join(IDENTIFYING)} are given everywhere")
-
-
-IDENTIFYING = ("host", "quant", "context_length", "server_slots")
 
 
 def rule_same_setup(audit: Audit) -> Found:
     """The levels of a label were measured on one setup, and as often as each other."""
     items = []
     for curve in audit.curves.values():
-        items += [f"{as_word(curve.label)}: {text}" for text in mixed_settings(curve)]
-        whole = [level for level in curve.levels if not level.interrupted]
-        most = max((len(level.runs) for level in whole), default=0)
-        for level in whole:
-            if len(level.runs) < most:
-                runs = counted(len(level.runs), "run")
-                items.append(f"{where(curve, level)}: {runs}, where other levels have {most}")
-        for text in curve.remarks:
-            items += [f"{as_word(curve.label)} {text}"] if "both run" in text else []
+        texts = [*mixed_settings(curve), *(text for text in curve.remarks if text != VERSION_1_REMARK)]
+        items += [f"{as_word(curve.label)}: {text}" for text in texts]
+        most = max((len(level.runs) for level in curve.levels), default=0)
+        items += [
+            f"{as_word(curve.label)} c={level.c}: {counted(len(level.runs), 'run')}, where other levels have {most}"
+            for level in curve.levels
+            if len(level.runs) < most and not level.interrupted
+        ]
     return Found(items, "the levels of each label share one setup and one number of runs")
 
 
 def rule_second_engine(audit: Audit) -> Found:
     """Two engines have a whole baseline each."""
-    engines: dict[str, str] = {}
-    for label, curve in audit.baselines().items():
-        if curve.settings["engine"] is not None:
-            engines.setdefault(setting_text(curve.settings["engine"]), as_word(label))
-    named = ", ".join(f"{label} ({engine})" for engine, label in engines.items())
-    if len(engines) > 1:
-        return Found([], named)
+    engines = {str(curve.settings["engine"]): as_word(curve.label) for curve in reversed(audit.baselines())}
+    engines.pop("None", None)
+    named = ", ".join(f"{label} ({printable(engine)})" for engine, label in reversed(engines.items()))
     only = f"only {named}" if named else "no whole baseline names its engine"
-    levels = c_list(SWEEP_LEVELS)
-    return Found([f"no second engine's baseline at c={levels}: {only}; if it could not run, say so in prose"])
+    item = f"no second engine's baseline at c={c_list(SWEEP_LEVELS)}: {only}; if it could not run, say so in prose"
+    return Found([] if len(engines) > 1 else [item], named)
 
 
 def rule_variants(audit: Audit) -> Found:
-    """Each of the lab's variants has a completed request."""
-    present = [label for label in VARIANT_LABELS if label in audit.curves and audit.curves[label].usable]
-    missing = [label for label in VARIANT_LABELS if label not in present]
-    return Found([f"{', '.join(missing)} missing"] if missing else [], ", ".join(present))
+    missing = [label for label in VARIANT_LABELS if label not in audit.curves or not audit.curves[label].usable]
+    return Found([f"{', '.join(missing)} missing"] if missing else [], ", ".join(VARIANT_LABELS))
 
 
 def rule_summary(audit: Audit) -> Found:
     """Each whole baseline has a curve-summary line."""
     have = {record.label for record in audit.notebook.summaries}
-    hint = f"append it with {PROGRAM} --record --label"
-    items = [f"no curve-summary of {as_word(label)}: {hint} {as_word(label)}" for label in audit.baselines()]
-    items = [item for item, label in zip(items, audit.baselines()) if label not in have]
-    if not audit.baselines() and not have:
-        items = [f"no curve-summary line: {hint} LABEL"]
+    missing = [as_word(curve.label) for curve in audit.baselines() if curve.label not in have]
+    missing = missing or ([] if have else ["LABEL"])
+    items = [f"no curve-summary of {word}: append it with {PROGRAM} --label {word} --record" for word in missing]
     return Found(items, ", ".join(map(as_word, sorted(have))))
 
 
-def rule_consistent(audit: Audit) -> Found:
-    """No record contradicts itself, and no two runs are copies of each other."""
-    items = [
-        f"line {record.line}, {as_word(record.label)} c={record.concurrency}: {item}"
-        for record in audit.records
-        for item in contradictions(record)
-    ]
-    return Found(
-        items + copied_latencies(audit.records), f"{counted(len(audit.records), 'record')} without contradiction"
-    )
-
-
-def rule_digits(audit: Audit) -> Found:
-    items = [
-        f"line {record.line}, {as_word(record.label)} c={record.concurrency}: {text}"
-        for record in audit.records
-        if (text := missing_digits(record))
-    ]
-    return Found(items, "every line has the digits that load_test.py writes")
-
-
-def rule_damaged(audit: Audit) -> Found:
-    items = [f"line {remark.line}: {printable(remark.text)}" for remark in audit.notebook.damaged]
-    return Found(items, f"{counted(len(audit.notebook.records), 'level record')} parsed")
-
-
-def rule_unknown_version(audit: Audit) -> Found:
-    items = [f"line {remark.line}: {printable(remark.text)}" for remark in audit.notebook.unknown]
-    return Found(items, "every line is of a known version")
+def rule_lines(remarks: Sequence[Remark], good: str) -> Found:
+    """A rule about lines that could not be read."""
+    return Found([f"line {remark.line}: {printable(remark.text)}" for remark in remarks], good)
 
 
 def rule_raw(audit: Audit) -> Found:
     """With --raw: each level record is what its per-request lines give, and neither file has a level that the other
     lacks. A level without its counterpart is a warning, not a failure."""
-    assert audit.raw is not None
     raw = audit.raw
-    items = [f"{raw.path} line {remark.line}: {printable(remark.text)}" for remark in raw.damaged]
-    absent, used = [], set()
+    assert raw is not None
+    items = [f"{raw.path} {item}" for item in rule_lines(raw.damaged, "").items]
+    absent, unused = [], dict(raw.levels)
     for record in audit.records:
-        key = (record.label, record.run, record.repeat, record.concurrency)
-        place = f"line {record.line}, {as_word(record.label)} c={record.concurrency}"
-        if key in raw.levels:
-            used.add(key)
-            items += [f"{place}: {difference}" for difference in raw_differences(record, raw.levels[key])]
+        requests = unused.pop((record.label, record.run, record.repeat, record.c), None)
+        if requests is not None:
+            items += [f"{place(record)}: {difference}" for difference in raw_differences(record, requests)]
         elif record.schema > 1:
-            absent.append(f"{place}: no request of its run in {raw.path}")
-    for label, run, repeat, c in raw.levels:
-        if (label, run, repeat, c) not in used:
-            run_text = f"run {printable(run)}, repeat {repeat}"
-            absent.append(f"{as_word(label)} c={c}: {raw.path} holds {run_text}, which the notebook lacks")
-    good = f"{counted(len(used), 'level record')} recomputed from {raw.path}: the same"
-    return Found(items + absent, good, None if items else WARN)
+            absent.append(f"{place(record)}: no request of its run in {raw.path}")
+    for label, run, repeat, c in unused:
+        held = f"{raw.path} holds run {printable(run)}, repeat {repeat}, which the notebook lacks"
+        absent.append(f"{as_word(label)} c={c}: {held}")
+    used = counted(len(raw.levels) - len(unused), "level record")
+    return Found(items + absent, f"{used} recomputed from {raw.path}: the same", None if items else WARN)
 
 
-RULES = (
-    Rule("sweep", FAIL, None, rule_sweep),
-    Rule("prefix-pair", FAIL, None, rule_prefix_pair),
-    Rule("shared-cached", FAIL, FAIL, cached_rule("shared-prefix", lambda share: share > 0.5, "above 50 %")),
-    Rule("unique-cached", FAIL, FAIL, cached_rule("unique-prefix", lambda share: share < 0.1, "below 10 %")),
-    Rule("consistent", FAIL, FAIL, rule_consistent),
-    Rule("digits", WARN, WARN, rule_digits),
-    Rule("damaged-lines", FAIL, None, rule_damaged),
-    Rule(
+# (code, what a case means for a notebook, what it means for one label alone, which the lab's scripts check after a
+# load; None: not asked there; test)
+RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] = (
+    ("sweep", FAIL, None, rule_sweep),
+    ("prefix-pair", FAIL, None, rule_prefix_pair),
+    ("shared-cached", FAIL, FAIL, partial(cached_rule, "shared-prefix", lambda share: share > 0.5, "above 50 %")),
+    ("unique-cached", FAIL, FAIL, partial(cached_rule, "unique-prefix", lambda share: share < 0.1, "below 10 %")),
+    ("consistent", FAIL, FAIL, rule_consistent),
+    ("digits", WARN, WARN, partial(each_record, missing_digits, "every line has the digits that load_test.py writes")),
+    (
+        "damaged-lines",
+        FAIL,
+        None,
+        lambda audit: rule_lines(audit.notebook.damaged, f"{counted(len(audit.records), 'level record')} parsed"),
+    ),
+    (
         "failed-requests",
         WARN,
         FAIL,
-        each_level(lambda level: failures(level) if level.total("failed") else None, "none"),
+        partial(each_level, lambda level: failures(level) if level.total("failed") else None, "none"),
     ),
-    Rule("tokens-from-usage", WARN, FAIL, each_level(token_counts, "every level counts tokens from usage")),
-    Rule("finish", None, WARN, each_level(finish_not_length, "every answer ran to its length")),
-    Rule("in-flight", None, FAIL, each_level(few_in_flight, "in flight close to c")),
-    Rule("server-settings", WARN, FAIL, each_level(server_settings, "the server reports what the records say")),
-    Rule("identified", WARN, WARN, rule_identified),
-    Rule("same-setup", WARN, WARN, rule_same_setup),
-    Rule("cached-count", WARN, WARN, each_level(shared_without_count, "every shared-prefix level has a cached count")),
-    Rule("cached-counter", WARN, WARN, each_level(server_cached, "responses and the server's counter agree")),
-    Rule("second-engine", WARN, None, rule_second_engine),
-    Rule("variants", WARN, None, rule_variants),
-    Rule("client-bound", WARN, WARN, each_level(client_evidence, "no level shows the client as the limit")),
-    Rule("coalesced", WARN, WARN, each_level(held_back, "no response was held back by a buffering proxy")),
-    Rule(
+    ("tokens-from-usage", WARN, FAIL, partial(each_level, token_counts, "every level counts tokens from usage")),
+    ("finish", None, WARN, partial(each_level, finish, "every answer ran to its length")),
+    ("in-flight", None, FAIL, partial(each_level, few_in_flight, "in flight close to c")),
+    ("server-settings", WARN, FAIL, partial(each_level, server_settings, "the server reports what the records say")),
+    ("identified", WARN, WARN, rule_identified),
+    ("same-setup", WARN, WARN, rule_same_setup),
+    ("cached-count", WARN, WARN, partial(each_level, shared_without_count, "every shared-prefix level has a count")),
+    ("cached-counter", WARN, WARN, partial(each_level, server_cached, "responses and the server's counter agree")),
+    ("second-engine", WARN, None, rule_second_engine),
+    ("variants", WARN, None, rule_variants),
+    ("client-bound", WARN, WARN, partial(each_level, client_evidence, "no level shows the client as the limit")),
+    ("coalesced", WARN, WARN, partial(each_level, held_back, "no response was held back by a buffering proxy")),
+    (
         "interrupted",
         WARN,
         WARN,
-        each_level(lambda level: "interrupted" if level.interrupted else None, "no level has only interrupted runs"),
+        partial(each_level, lambda level: "interrupted" if level.interrupted else None, "no level was cut short"),
     ),
-    Rule("rounds", WARN, WARN, each_level(few_rounds, "every level has at least 2 rounds (requests / c)")),
-    Rule("curve-summary", WARN, None, rule_summary),
-    Rule("format-version", WARN, None, rule_unknown_version),
+    ("rounds", WARN, WARN, partial(each_level, few_rounds, "every level has at least 2 rounds (requests / c)")),
+    ("curve-summary", WARN, None, rule_summary),
+    (
+        "format-version",
+        WARN,
+        None,
+        lambda audit: rule_lines(audit.notebook.unknown, "every line is of a known version"),
+    ),
 )
 
 
 def check(notebook: Notebook, raw: RawFile | None = None, curve: Curve | None = None) -> list[Statement]:
     """Every rule's statement on a notebook, or on one label's curve, in a fixed order."""
-    if curve is None:
-        audit = Audit(notebook, notebook.curves, notebook.records, raw, of_label=False)
-    else:
-        audit = Audit(
-            notebook, {curve.label: curve}, [run for level in curve.levels for run in level.runs], raw, of_label=True
-        )
+    audit = Audit(notebook, notebook.curves, notebook.records, raw)
+    if curve is not None:
+        audit = Audit(notebook, {curve.label: curve}, [run for level in curve.levels for run in level.runs], raw)
     found = []
-    for rule in (*RULES, *([Rule("raw", FAIL, FAIL, rule_raw)] if raw else [])):
-        status = rule.status if curve is None else rule.label_status
-        answer = rule.test(audit) if status is not None else None
-        if status is None or answer is None:
+    for code, notebook_status, label_status, test in (*RULES, *([("raw", FAIL, FAIL, rule_raw)] if raw else [])):
+        status = notebook_status if curve is None else label_status
+        other_prompts = code in PROMPTS_OF_RULE and not any(audit.levels(PROMPTS_OF_RULE[code]))
+        if status is None or (curve is not None and other_prompts):
             continue
-        items, good, own_status = answer
-        if items:
-            more = f"; and {len(items) - SHOWN_ITEMS} more" if len(items) > SHOWN_ITEMS else ""
-            text = "; ".join(items[:SHOWN_ITEMS]) + more
-            found.append(Statement(rule.code, own_status or status, text, items=tuple(items)))
-        else:
-            found.append(Statement(rule.code, PASS, good if notebook.records else "no level to judge"))
+        items, good, own_status = test(audit)
+        text = "; ".join(items[:SHOWN_ITEMS]) + (
+            f"; and {len(items) - SHOWN_ITEMS} more" if items[SHOWN_ITEMS:] else ""
+        )
+        good = good if notebook.records else "no level to judge"
+        found.append(Statement(code, (own_status or status) if items else PASS, text or good, items=tuple(items)))
     return found
 
 
-def tally_of(statements: Sequence[Statement]) -> dict[str, int]:
-    """How many statements have each of a check's statuses."""
-    return {status: sum(item.status == status for item in statements) for status in (PASS, WARN, FAIL)}
+PROMPTS_OF_RULE = {"shared-cached": "shared-prefix", "unique-cached": "unique-prefix"}  # asked of no other label alone
 
 
-# ------------------------------------------------------------------------------------------------ the curve document
+# --------------------------------------------------------------------------------------------- documents for output
 
 RANGED = ("output_tokens_per_s", "goodput_requests_per_s", "ttft_s.p50", "ttft_s.p90", "tpot_s.p50", "tpot_s.p90")
+PROMPT_GAP = 0.02  # of the mean prompt: more is other text or another template
+UNREADABLE = "UNREADABLE"
+
+Document = Mapping[str, Any]
 
 
 def curve_document(curve: Curve, notebook: Notebook | None = None) -> dict[str, Any]:
     """Everything that is said of one label: what --label L --json prints, what stands under "a" and "b" of --compare
-    --json, and what every view shows. `notebook` adds its recovery lines, its path and its check.
+    --json, and what every view shows. `notebook` adds its path, its recovery lines and its check.
 
     kind "curve" · tool_version · notebook (path) · label · answer {text, c, per_request_tokens_per_s, lower_bound,
     highest_measured, outside [c], runs}: the operating point in the reader's terms ·
     settings {engine, engine_version, model, prompt_set, prompt_text, host, quant, context_length, server_slots,
-    max_tokens, temperature, slo_ttft_s, slo_tpot_s, extra_body, turns, duration_s, base_url, arrival, seed}: null
+    max_tokens, temperature, slo_ttft_s, slo_tpot_s, extra_body, turns, duration_s, arrival, base_url, seed}: null
     where the notebook does not say · slo {ttft_s, tpot_s}: of the newest level ·
     levels: sorted by c, each {c; runs (how many); interrupted; left_out (why it enters no derived figure, or null);
     requests, completed, failed, output_tokens, within_slo, coalesced, wall_s, output_tokens_per_s, requests_per_s,
@@ -2443,138 +2064,121 @@ def curve_document(curve: Curve, notebook: Notebook | None = None) -> dict[str, 
     the level; meets_objective (null where it cannot be told); ranges {path: [lowest, highest]} where repeated;
     run_ids; lines (in the notebook); recorded_at; schema} ·
     fit {a_ms, b_ms, largest_residual (a share), b_interval_ms [low, high] or null, levels, ceiling_tokens_per_s,
-    ceiling_note, c_at_slo, c_at_slo_note} or null · knee {between [c, c] or null, per_repeat [[c, c] or null, ...]} ·
-    operating_point (c or null) · peak {c, output_tokens_per_s} or null ·
+    ceiling_note, c_at_slo, c_at_slo_note} or null · knee {between [c, c] or null} · operating_point (c or null) ·
+    peak {c, output_tokens_per_s} or null ·
     statements [{code, status (READING or NOTE), levels, text, advice, values, certain}] ·
-    check {statements [{code, status (PASS, WARN or FAIL), text, items}], pass, warn, fail}: of the whole notebook.
+    check {statements [{code, status (PASS, WARN or FAIL), text, items}], pass, warn, fail}: of the whole notebook, or
+    null without one.
 
     Times are in seconds where a name ends in _s and in milliseconds where it ends in _ms; a figure that is not
     known is null, never 0.
     """
-    notebook = notebook or Notebook("")
+    book = notebook or Notebook("")
     peak = max(curve.rates, key=lambda point: point[1], default=None)
+    said = [*note_statements(book, curve), *read_curve(curve)]
     return {
         "kind": "curve",
         "tool_version": TOOL_VERSION,
-        "notebook": notebook.path,
+        "notebook": book.path,
         "label": curve.label,
         "answer": answer(curve),
         "settings": dict(curve.settings),
-        "slo": {"ttft_s": curve.settings["slo_ttft_s"], "tpot_s": curve.settings["slo_tpot_s"]},
+        "slo": {name: curve.settings[f"slo_{name}"] for name in ("ttft_s", "tpot_s")},
         "levels": [level_document(curve, level) for level in curve.levels],
         "fit": fit_document(curve),
-        "knee": {
-            "between": list(curve.knee) if curve.knee else None,
-            "per_repeat": [list(knee) if knee else None for knee in curve.knee_per_repeat],
-        },
+        "knee": {"between": list(curve.knee) if curve.knee else None},
         "operating_point": curve.operating_point,
         "peak": {"c": peak[0], "output_tokens_per_s": peak[1]} if peak else None,
-        "statements": [
-            {
-                "code": item.code,
-                "status": item.status,
-                "levels": list(item.levels),
-                "text": item.text,
-                "advice": item.advice,
-                "values": dict(item.values),
-                "certain": item.certain,
-            }
-            for item in (*note_statements(notebook, curve), *read_curve(curve))
-        ],
-        "check": check_document(check(notebook)) if notebook.path else None,
+        "statements": [pick(item, "code status levels text advice values certain") for item in said],
+        "check": check_document(check(book)) if notebook else None,
     }
+
+
+def pick(item: Statement, names: str) -> dict[str, Any]:
+    """Some of a statement's parts, as JSON has them."""
+    parts = {name: getattr(item, name) for name in names.split()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in parts.items()}
+
+
+def check_document(statements: Sequence[Statement]) -> dict[str, Any]:
+    """A check's statements and their counts."""
+    counts = {status.lower(): sum(item.status == status for item in statements) for status in (PASS, WARN, FAIL)}
+    return {"statements": [pick(item, "code status text items") for item in statements], **counts}
 
 
 def level_document(curve: Curve, level: Level) -> dict[str, Any]:
     """One level for curve_document."""
-    last = level.runs[-1].data
-    out: dict[str, Any] = {
+    last, misses = level.runs[-1].data, level.slo_misses
+    figures: dict[str, Any] = {}
+    for name in LEVEL_FIELDS:
+        if KIND[name] in ("count", "measure"):
+            figures[name] = whole(level.median(name))
+        elif KIND[name] == "stats":
+            block = {key: whole(level.median(f"{name}.{key}")) for key in STATISTICS}
+            figures[name] = block if any(value is not None for value in block.values()) else None
+        elif KIND[name] == "tally":
+            counts = {key: [(run.raw(name) or {}).get(key, 0) for run in level.runs] for key in level.tally(name)}
+            figures[name] = {key: whole(statistics.median(map(float, values))) for key, values in counts.items()}
+        else:
+            blocks = [run.data.get(name) for run in level.runs]
+            figures[name] = block_medians(blocks) if KIND[name] == "block" else blocks[-1]
+    return {
         "c": level.c,
         "runs": len(level.runs),
         "interrupted": level.interrupted,
         "left_out": level.left_out,
+        **figures,
+        "cached_share": level.cached_share,
+        "scaling": curve.scaling(level),
+        "decode_bound_output_tokens_per_s": curve.decode_bound(level.c),
+        "in_fit": curve.fit is not None and level in curve.usable and level.c in curve.fit.levels,
+        "slo": {name: level.setting(f"slo_{name}") for name in ("ttft_s", "tpot_s")},
+        "meets_objective": None if misses is None else not misses,
+        "ranges": {path: list(limits) for path in RANGED if (limits := level.range(path))},
+        "run_ids": list(dict.fromkeys(record.run for record in level.runs)),
+        "lines": [record.line for record in level.runs],
+        "recorded_at": last.get("recorded_at"),
+        "schema": max(record.schema for record in level.runs),
     }
-    for item in FIELDS:
-        if "level" not in item.use:
-            continue
-        if item.kind in ("count", "measure"):
-            out[item.name] = whole_if_it_is(level.median(item.name))
-        elif item.kind == "stats":
-            block = {key: whole_if_it_is(level.median(f"{item.name}.{key}")) for key in STATISTICS}
-            out[item.name] = block if any(value is not None for value in block.values()) else None
-        elif item.kind == "tally":
-            names = level.tally(item.name)
-            counts = {
-                name: statistics.median(int((run.raw(item.name) or {}).get(name, 0)) for run in level.runs)
-                for name in names
-            }
-            out[item.name] = {name: whole_if_it_is(count) for name, count in counts.items() if count}
-        elif item.kind == "block":
-            out[item.name] = block_medians([run.data.get(item.name) for run in level.runs])
-        else:
-            out[item.name] = last.get(item.name)
-    misses = level.slo_misses
-    out.update(
-        {
-            "cached_share": level.cached_share,
-            "scaling": curve.scaling(level),
-            "decode_bound_output_tokens_per_s": curve.decode_bound(level.c),
-            "in_fit": curve.fit is not None and level in curve.usable and level.c in curve.fit.levels,
-            "slo": {"ttft_s": level.setting("slo_ttft_s"), "tpot_s": level.setting("slo_tpot_s")},
-            "meets_objective": None if misses is None else not misses,
-            "ranges": {path: list(limits) for path in RANGED if (limits := level.range(path))},
-            "run_ids": list(dict.fromkeys(record.run for record in level.runs)),
-            "lines": [record.line for record in level.runs],
-            "recorded_at": last.get("recorded_at"),
-            "schema": max(record.schema for record in level.runs),
-        }
-    )
-    return out
 
 
-def whole_if_it_is(value: float | None) -> float | None:
+def whole(value: float | None) -> float | None:
     """A median as a whole number where it is one: 40, not 40.0."""
     return int(value) if value is not None and float(value).is_integer() else value
 
 
 def block_medians(blocks: Sequence[Any]) -> Any:
-    """One block of several runs' (server, client, ...): the median of each number, what is no number as the last run
+    """One block of several runs (server, client, ...): the median of each number, what is no number as the last run
     has it; None where no run has the block."""
     known = [block for block in blocks if block is not None]
-    if not known:
-        return None
-    if all(isinstance(block, Mapping) for block in known):
+    if known and all(isinstance(block, Mapping) for block in known):
         keys = dict.fromkeys(key for block in known for key in block)
         return {key: block_medians([block.get(key) for block in known]) for key in keys}
-    numbers = [number for block in known if (number := as_number(block)) is not None]
-    return whole_if_it_is(statistics.median(map(float, numbers))) if len(numbers) == len(known) else known[-1]
+    numbers = [as_number(block) for block in known]
+    if known and all(number is not None for number in numbers):
+        return whole(statistics.median(float(number or 0.0) for number in numbers))
+    return known[-1] if known else None
 
 
 def fit_document(curve: Curve) -> dict[str, Any] | None:
     """The TPOT fit for curve_document, and how far what it implies can be taken; None where there are too few
     points."""
-    fit, slo = curve.fit, curve.settings["slo_tpot_s"]
+    fit, slo, slots = curve.fit, curve.settings["slo_tpot_s"], curve.slots
     if fit is None:
         return None
-    low, high = fit.levels[0], fit.levels[-1]
-    not_shown = (
-        f"not stated: b is not above what the fit misses a level by ({fit.largest_residual:.1%}), or not above 0"
-    )
+    measured_to = f"extrapolated, measured {fit.levels[0]} to {fit.levels[-1]}"
+    only_slots = f"not reached: only {counted(slots or 0, 'slot')} decode together"
     ceiling, at = fit.ceiling, fit.c_at(slo)
-    ceiling_note = at_note = None if fit.grows else not_shown
-    if ceiling is not None:
-        ceiling_note = f"extrapolated, measured {low} to {high}"
-        if curve.slots is not None:
-            ceiling_note += f"; not reached: only {counted(curve.slots, 'slot')} decode together"
-    if at is not None and at <= 0:
-        at, at_note = None, "met at no c: the SLO is below a"
-    elif at is not None:
-        notes = [f"extrapolated, measured {low} to {high}"] if not low <= at <= high else []
-        if curve.slots is not None and at > curve.slots:
-            notes.append(f"not reached: only {counted(curve.slots, 'slot')} decode together")
-        at_note = "; ".join(notes) or None
-    elif slo is None:
-        at_note = "no TPOT SLO is recorded"
+    if ceiling is None:
+        missed = f"its growth does not show: the fit misses a level by {fit.largest_residual:.1%}"
+        ceiling_note = at_note = missed if fit.b_ms > 0 else "b is not above 0"
+    else:
+        ceiling_note = measured_to + (f"; {only_slots}" if slots else "")
+        beyond = at is not None and not fit.levels[0] <= at <= fit.levels[-1]
+        notes = [measured_to] if beyond else []
+        at_note = "; ".join(notes + ([only_slots] if at is not None and slots and at > slots else []))
+        if at is None or at <= 0:
+            at, at_note = None, "no TPOT SLO is recorded" if slo is None else "met at no c: the SLO is below a"
     return {
         "a_ms": fit.a_ms,
         "b_ms": fit.b_ms,
@@ -2584,7 +2188,7 @@ def fit_document(curve: Curve) -> dict[str, Any] | None:
         "ceiling_tokens_per_s": ceiling,
         "ceiling_note": ceiling_note,
         "c_at_slo": at,
-        "c_at_slo_note": at_note,
+        "c_at_slo_note": at_note or None,
     }
 
 
@@ -2592,70 +2196,46 @@ def answer(curve: Curve) -> dict[str, Any]:
     """How many requests in flight stay inside the SLO, and what each then gets, in a sentence with its conditions."""
     tried = [level for level in curve.levels if not level.interrupted]
     outside = [level for level in tried if level.slo_misses]
-    found: dict[str, Any] = {
-        "text": "",
-        "c": curve.operating_point,
-        "per_request_tokens_per_s": None,
-        "lower_bound": None,
-        "highest_measured": tried[-1].c if tried else None,
-        "outside": [level.c for level in outside],
-        "runs": None,
-    }
-    if not any(level.median("completed") for level in tried):
-        found["text"] = "No whole level has a completed request, so the curve answers nothing."
-    elif curve.operating_point is None and not outside:
-        found["text"] = (
-            "No SLO is recorded with the levels, so none can be said to stay inside it (--slo-ttft, --slo-tpot)."
-        )
-    elif curve.operating_point is None:
+    level = next((one for one in tried if one.c == curve.operating_point), None)
+    rate, above = level.median("output_tokens_per_s") if level else None, False
+    if not any(one.median("completed") for one in tried):
+        text = "No whole level has a completed request: the curve answers nothing."
+    elif level is None and not outside:
+        text = "No SLO is recorded with the levels, so none can be said to stay inside it (--slo-ttft, --slo-tpot)."
+    elif level is None:
         lowest = outside[0]
         misses = " and ".join(lowest.slo_misses or [])
-        found["text"] = f"No level measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
+        text = f"No level measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
     else:
-        found.update(answer_at(next(level for level in tried if level.c == curve.operating_point), tried, outside))
-    return found
-
-
-def answer_at(level: Level, tried: Sequence[Level], outside: Sequence[Level]) -> dict[str, Any]:
-    """The answer where there is an operating point."""
-    rate = level.median("output_tokens_per_s")
-    each = None if rate is None else rate / level.c
-    above = [other for other in outside if other.c > level.c]
-    below = [other.c for other in outside if other.c < level.c]
-    runs = len(level.runs)
-    text = f"{'Up to' if above else 'At least'} {counted(level.c, 'request')} in flight "
-    text += f"{'stays' if level.c == 1 else 'stay'} inside {slo_text(level)} (p90)"
-    text += "" if each is None else f", each then getting {each:.1f} tokens/s"
-    if above:
-        text += f"; {above[0].c} does not ({' and '.join(above[0].slo_misses or [])})"
-    else:
-        text += (
-            "; no higher level was measured against it, so this is a lower bound"
-            if (tried[-1].c > level.c)
-            else f"; {level.c} is the highest level measured, so this is a lower bound"
-        )
-    text += f"; yet c={c_list(below)} did not" if below else ""
-    text += f" ({counted(runs, 'run')} of that level{', run-to-run variance unknown' if runs == 1 else ''})."
-    return {"text": text, "per_request_tokens_per_s": each, "lower_bound": not above, "runs": runs}
+        higher = [one for one in outside if one.c > level.c]
+        lower = [one.c for one in outside if one.c < level.c]
+        above, runs = bool(higher), counted(len(level.runs), "run")
+        text = f"{'Up to' if above else 'At least'} {counted(level.c, 'request')} in flight "
+        text += f"{'stays' if level.c == 1 else 'stay'} inside {slo_text(level)} (p90)"
+        text += "" if rate is None else f", each then getting {rate / level.c:.1f} tokens/s"
+        if above:
+            text += f"; {higher[0].c} is outside ({' and '.join(higher[0].slo_misses or [])})"
+        else:
+            highest = "the highest level measured" if level is tried[-1] else "the highest with a verdict"
+            text += f"; {level.c} is {highest}, so this is a lower bound"
+        text += f"; yet c={c_list(lower)} was outside" if lower else ""
+        text += f" ({runs}{': run-to-run variance unknown' if len(level.runs) == 1 else ' of that level'})."
+    return {
+        "text": text,
+        "c": curve.operating_point,
+        "per_request_tokens_per_s": rate / level.c if level and rate is not None else None,
+        "lower_bound": not above if level else None,
+        "highest_measured": tried[-1].c if tried else None,
+        "outside": [one.c for one in outside],
+        "runs": len(level.runs) if level else None,
+    }
 
 
 def slo_text(level: Level) -> str:
     """The SLO recorded with a level."""
     ttft, tpot = level.setting("slo_ttft_s"), level.setting("slo_tpot_s")
     parts = [f"TTFT {ttft:g} s"] if ttft is not None else []
-    parts += [f"TPOT {1000 * tpot:g} ms"] if tpot is not None else []
-    return " and ".join(parts) or "an SLO that is not recorded"
-
-
-def check_document(statements: Sequence[Statement]) -> dict[str, Any]:
-    """A check's statements and their counts."""
-    return {
-        "statements": [
-            {"code": item.code, "status": item.status, "text": item.text, "items": list(item.items)}
-            for item in statements
-        ],
-        **{status.lower(): count for status, count in tally_of(statements).items()},
-    }
+    return " and ".join(parts + ([f"TPOT {1000 * tpot:g} ms"] if tpot is not None else [])) or "its SLO"
 
 
 def compare_document(notebook: Notebook, a: Curve, b: Curve) -> dict[str, Any]:
@@ -2666,18 +2246,20 @@ def compare_document(notebook: Notebook, a: Curve, b: Curve) -> dict[str, Any]:
     Raises ResultError where no level of both has a completed request.
     """
     ours, theirs = ({level.c: level for level in curve.usable} for curve in (a, b))
-    rows = []
-    for c in sorted(ours.keys() & theirs.keys()):
-        row: dict[str, Any] = {"c": c, "output_tokens_per_s": compare_rates(ours[c], theirs[c])}
-        for column in COLUMNS:
-            if "compared" in column.flags and column.path != "output_tokens_per_s":
-                row[column.path] = {"a": ours[c].median(column.path), "b": theirs[c].median(column.path)}
-        rows.append(row)
+    paths = [column.path for column in COLUMNS if "compared" in column.flags and column.path != "output_tokens_per_s"]
+    rows = [
+        {
+            "c": c,
+            "output_tokens_per_s": compare_rates(ours[c], theirs[c]),
+            **{path: {"a": ours[c].median(path), "b": theirs[c].median(path)} for path in paths},
+        }
+        for c in ours
+        if c in theirs
+    ]
     if not rows:
-        raise ResultError(
-            f"{as_word(a.label)} (c={c_list(ours) or 'none'}) and {as_word(b.label)} "
-            f"(c={c_list(theirs) or 'none'}) have no level with a completed request in common"
-        )
+        held = (f"{as_word(curve.label)} (c={c_list(level.c for level in curve.usable) or 'none'})" for curve in (a, b))
+        raise ResultError(f"{' and '.join(held)} have no level with a completed request in common")
+    said = compare_statements(a, b, rows)
     return {
         "kind": "compare",
         "tool_version": TOOL_VERSION,
@@ -2685,71 +2267,58 @@ def compare_document(notebook: Notebook, a: Curve, b: Curve) -> dict[str, Any]:
         "a": curve_document(a, notebook),
         "b": curve_document(b, notebook),
         "levels": rows,
-        "statements": [
-            {"code": item.code, "text": item.text, "values": dict(item.values)}
-            for item in compare_statements(a, b, rows)
-        ],
+        "statements": [pick(item, "code text values") for item in said],
     }
 
 
 def compare_rates(a: Level, b: Level) -> dict[str, Any]:
     """Output throughput of one level of two labels, and whether their runs show a difference."""
-    values = [level.values("output_tokens_per_s") for level in (a, b)]
-    medians = [level.median("output_tokens_per_s") for level in (a, b)]
-    interval = ratio_interval(*values)
-    plain = medians[1] / medians[0] if medians[0] and medians[1] is not None else None
+    path = "output_tokens_per_s"
+    interval, plain = ratio_interval(a.values(path), b.values(path)), change(a, b, path)
     return {
-        "a": medians[0],
-        "b": medians[1],
-        "ratio": interval.ratio if interval else plain,
+        "a": a.median(path),
+        "b": b.median(path),
+        "ratio": interval.ratio if interval else plain.times if plain else None,
         "low": interval.low if interval else None,
         "high": interval.high if interval else None,
         "different": interval.different if interval else None,
-        "a_runs": len(values[0]),
-        "b_runs": len(values[1]),
+        "a_runs": len(a.values(path)),
+        "b_runs": len(b.values(path)),
     }
 
 
-def compare_statements(a: Curve, b: Curve, rows: Sequence[Mapping[str, Any]]) -> list[Statement]:
+def compare_statements(a: Curve, b: Curve, rows: Sequence[Document]) -> list[Statement]:
     """Settings that differ, levels that only one has, and what the runs show."""
     found = []
     for name in COMPARED:
-        one, other = a.settings[name], b.settings[name]
-        texts = [setting_text(value, name) for value in (one, other)]
-        if texts[0] != texts[1]:
-            text = f"{name} differs: {texts[0]} and {texts[1]}"
-            found.append(Statement("setting", NOTE, text, values={"name": name, "a": one, "b": other}))
-        elif name == "prompt_text" and one is None:
-            found.append(Statement("setting", NOTE, "prompt_text: text not recorded on either side"))
+        one, other = (setting_text(curve.settings[name], name) for curve in (a, b))
+        unknown_text = name == "prompt_text" and a.settings[name] is None
+        if one != other or unknown_text:
+            text = f"{name} differs: {one} and {other}" if one != other else f"{name}: {one} on either side"
+            values = {"name": name, "a": a.settings[name], "b": b.settings[name]}
+            found.append(Statement("setting", NOTE, text, values=values))
     ours, theirs = ({level.c: level for level in curve.levels} for curve in (a, b))
-    for curve, opposite in ((a, b), (b, a)):
-        measured_there = {level.c for level in opposite.levels}
-        only = [level.c for level in curve.levels if level.c not in measured_there]
+    for curve, only in ((a, ours.keys() - theirs), (b, theirs.keys() - ours)):
         if only:
-            found.append(Statement("only_in", NOTE, f"only in {as_word(curve.label)}: c={c_list(only)}", tuple(only)))
-    compared = [row["c"] for row in rows]
-    for c in ours:
-        if c in theirs and c not in compared:
-            sides = ((as_word(a.label), ours[c].left_out), (as_word(b.label), theirs[c].left_out))
-            reasons = ", ".join(f"{label}: {reason}" for label, reason in sides if reason)
+            text = f"only in {as_word(curve.label)}: c={c_list(sorted(only))}"
+            found.append(Statement("only_in", NOTE, text, tuple(sorted(only))))
+    for c in sorted(ours.keys() & theirs):
+        sides = ((as_word(a.label), ours[c].left_out), (as_word(b.label), theirs[c].left_out))
+        reasons = ", ".join(f"{label}: {reason}" for label, reason in sides if reason)
+        prompts = change(ours[c], theirs[c], "prompt_tokens_mean")
+        if reasons:
             found.append(Statement("left_out", NOTE, f"c={c} is not compared ({reasons})", (c,)))
-    for row in rows:
-        prompts = change(ours[row["c"]], theirs[row["c"]], "prompt_tokens_mean")
-        if prompts is not None and abs(prompts.times - 1) > PROMPT_GAP:
-            text = f"prompt tokens differ at c={row['c']}: B's are {prompts.times:.2f} times A's on average"
-            found.append(Statement("prompt_tokens", NOTE, text, (row["c"],)))
+        elif prompts and abs(prompts.times - 1) > PROMPT_GAP:
+            text = f"prompt tokens differ at c={c}: B's prompts have {prompts.times:.2f} times as many as A's"
+            found.append(Statement("prompt_tokens", NOTE, text, (c,)))
     if all(max(row["output_tokens_per_s"][f"{side}_runs"] for side in "ab") < 2 for row in rows):
-        found.append(Statement("single_runs", NOTE, SINGLE_RUNS))
+        found.append(Statement("single_runs", NOTE, f"{SINGLE_RUNS}; use --repeat 3"))
     else:
         found += [Statement("ratio", NOTE, ratio_text(row), (row["c"],)) for row in rows]
-    remarks = dict.fromkeys((*a.remarks, *b.remarks))
-    return found + [Statement("remark", NOTE, text) for text in remarks]
+    return found + [Statement("remark", NOTE, text) for text in dict.fromkeys((*a.remarks, *b.remarks))]
 
 
-PROMPT_GAP = 0.02  # of the mean prompt: more is other text or another template
-
-
-def ratio_text(row: Mapping[str, Any]) -> str:
+def ratio_text(row: Document) -> str:
     """The verdict on one level's output throughput in a sentence."""
     rate = row["output_tokens_per_s"]
     runs = f"{rate['a_runs']} against {counted(rate['b_runs'], 'run')}"
@@ -2757,88 +2326,62 @@ def ratio_text(row: Mapping[str, Any]) -> str:
         return f"at c={row['c']}: B/A {shown(rate['ratio'], 2)} ({runs}): no verdict, each side needs two runs"
     verdict = "different" if rate["different"] else "no difference shown"
     limits = f"95 % {rate['low']:.2f} to {rate['high']:.2f}"
-    return f"at c={row['c']}: B/A {rate['ratio']:.2f} ({limits}, {runs}): {verdict}"
+    return f"at c={row['c']}: throughput B/A {rate['ratio']:.2f} ({limits}, {runs}): {verdict}"
+
+
+def levels_of(curve: Curve, records: Sequence[Record]) -> dict[str, Any]:
+    """What --list and --runs say of a label or of one of its runs."""
+    dated = [(record.instant, str(record.data["recorded_at"])) for record in records if record.instant is not None]
+    return {
+        "levels": [level.c for level in curve.levels if not level.interrupted],
+        "interrupted": [level.c for level in curve.levels if level.interrupted],
+        "runs": max(len(level.runs) for level in curve.levels),
+        "settings": dict(curve.settings),
+        "last": max(dated)[1] if dated else None,
+    }
 
 
 def list_document(notebook: Notebook) -> dict[str, Any]:
     """What --list --json prints: kind "list" · tool_version · notebook · labels [{label, word (as --list shows it),
-    levels, interrupted, runs (the most of any level), settings, last}]."""
-    labels = []
-    records = notebook.by_label()
-    for label, curve in notebook.curves.items():
-        labels.append(
-            {
-                "label": label,
-                "word": as_word(label),
-                "levels": [level.c for level in curve.levels if not level.interrupted],
-                "interrupted": [level.c for level in curve.levels if level.interrupted],
-                "runs": max(len(level.runs) for level in curve.levels),
-                "settings": dict(curve.settings),
-                "last": newest_date(records[label]),
-            }
-        )
+    levels, interrupted, runs (the most of any level), settings, last (`recorded_at` of the newest line)}]."""
+    labels = [
+        {"label": label, "word": as_word(label), **levels_of(notebook.curves[label], records)}
+        for label, records in notebook.by_label().items()
+    ]
     return {"kind": "list", "tool_version": TOOL_VERSION, "notebook": notebook.path, "labels": labels}
 
 
 def runs_document(notebook: Notebook, name: str) -> dict[str, Any]:
-    """What --label L --runs --json prints: kind "runs" · tool_version · notebook · label · runs [{run, levels,
-    repeats, interrupted, last, counts_at (the levels at which --label shows this run), settings}], in file order."""
+    """What --label L --runs --json prints: kind "runs" · tool_version · notebook · label · runs, in file order [{run,
+    shown_at (the levels at which --label shows this run), levels, interrupted, runs, settings, last: see
+    list_document}]."""
     curve = find_curve(notebook, name)
-    counts = {(record.run, level.c) for level in curve.levels for record in level.runs}
-    by_run: dict[str, list[Record]] = {}
-    for record in notebook.by_label().get(curve.label, []):
-        by_run.setdefault(record.run, []).append(record)
     runs = []
-    for run, records in by_run.items():
-        one = build_curve(curve.label, records)
-        runs.append(
-            {
-                "run": run,
-                "levels": [level.c for level in one.levels if not level.interrupted],
-                "interrupted": [level.c for level in one.levels if level.interrupted],
-                "repeats": max(len(level.runs) for level in one.levels),
-                "last": newest_date(records),
-                "counts_at": [level.c for level in one.levels if (run, level.c) in counts],
-                "settings": dict(one.settings),
-            }
-        )
-    return {
-        "kind": "runs",
-        "tool_version": TOOL_VERSION,
-        "notebook": notebook.path,
-        "label": curve.label,
-        "runs": runs,
-    }
-
-
-def newest_date(records: Iterable[Record]) -> str | None:
-    """`recorded_at` of the newest line, whether it counts or not."""
-    dated = [(record.instant, str(record.data["recorded_at"])) for record in records if record.instant is not None]
-    return max(dated)[1] if dated else None
-
-
-UNREADABLE = "UNREADABLE"
+    for run, records in group(notebook.by_label()[curve.label], lambda record: record.run).items():
+        shown_at = [level.c for level in curve.levels if run == level.runs[-1].run]
+        runs.append({"run": run, "shown_at": shown_at, **levels_of(build_curve(run, records), records)})
+    path = notebook.path
+    return {"kind": "runs", "tool_version": TOOL_VERSION, "notebook": path, "label": curve.label, "runs": runs}
 
 
 def notebook_verdict(notebook: Notebook, statements: Sequence[Statement]) -> dict[str, Any]:
     """A check's result on one notebook: {notebook, verdict, error (why it could not be read, or null), baselines
     [{label, operating_point, knee, a, b}], failed_rules; statements, pass, warn, fail: see curve_document}."""
-    counts = tally_of(statements)
-    baselines = []
-    for label, curve in notebook.curves.items():
-        if not missing_levels([level for level in curve.levels if level.setting("prompt_set") == "mixed"]):
-            baselines.append(
-                {
-                    "label": label,
-                    "operating_point": curve.operating_point,
-                    "knee": list(curve.knee) if curve.knee else None,
-                    "a": curve.fit.a_ms if curve.fit else None,
-                    "b": curve.fit.b_ms if curve.fit else None,
-                }
-            )
+    baselines = [
+        {
+            "label": label,
+            "operating_point": curve.operating_point,
+            "knee": list(curve.knee) if curve.knee else None,
+            "a": curve.fit.a_ms if curve.fit else None,
+            "b": curve.fit.b_ms if curve.fit else None,
+        }
+        for label, curve in notebook.curves.items()
+        if not missing_levels(curve)
+    ]
+    found = [item.status for item in statements]
     return {
         "notebook": notebook.path,
-        "verdict": next((status for status in (FAIL, WARN) if counts[status]), PASS),
+        "verdict": FAIL if FAIL in found else WARN if WARN in found else PASS,
         "error": None,
         "baselines": baselines,
         "failed_rules": [item.code for item in statements if item.status == FAIL],
@@ -2849,32 +2392,30 @@ def notebook_verdict(notebook: Notebook, statements: Sequence[Statement]) -> dic
 def check_class(paths: Sequence[str], raw: RawFile | None) -> list[dict[str, Any]]:
     """A verdict on each of several notebooks, and on what they share: level lines with equal figures, whatever was
     renamed around them, fail both places."""
-    results = []
+    found: list[tuple[Notebook, list[Statement], str | None]] = []
     places: dict[Any, list[tuple[int, str]]] = {}  # fingerprint -> (index of the notebook, where in it)
     for index, path in enumerate(paths):
         try:
             notebook = read_notebook(path)
         except UserError as error:
-            results.append({**notebook_verdict(Notebook(path), []), "verdict": UNREADABLE, "error": str(error)})
+            found.append((Notebook(path), [], str(error)))
             continue
         report(path, notebook.remarks)
-        results.append(notebook_verdict(notebook, check(notebook, raw)))
+        found.append((notebook, check(notebook, raw), None))
         for record in notebook.records:
             mark = fingerprint(record)
             if mark is not None and tells_a_copy(latency_figures(record)):
-                place = f"{printable(path)} line {record.line} ({as_word(record.label)} c={record.concurrency})"
-                places.setdefault(mark, []).append((index, place))
-    shared: dict[int, list[str]] = {}
-    for found in places.values():
-        for index, place in found:
-            other = next((elsewhere for other_index, elsewhere in found if other_index != index), None)
-            if other is not None:
-                shared.setdefault(index, []).append(f"{place} has the figures of {other}")
-    for index, items in shared.items():
-        statement = Statement("copied", FAIL, "; ".join(items[:SHOWN_ITEMS]), items=tuple(items))
-        result = results[index]
-        result["statements"] += check_document([statement])["statements"]
-        result.update(verdict=FAIL, fail=result["fail"] + 1, failed_rules=[*result["failed_rules"], "copied"])
+                places.setdefault(mark, []).append((index, f"{printable(path)} {place(record)}"))
+    results = []
+    for index, (notebook, statements, error_text) in enumerate(found):
+        items = []
+        for same in places.values():
+            elsewhere = [where for other, where in same if other != index]
+            items += [f"{where} has the figures of {elsewhere[0]}" for i, where in same if i == index and elsewhere]
+        if items:
+            statements.append(Statement("copied", FAIL, "; ".join(items[:SHOWN_ITEMS]), items=tuple(items)))
+        result = notebook_verdict(notebook, statements)
+        results.append({**result, "verdict": UNREADABLE, "error": error_text} if error_text else result)
     return results
 
 
@@ -2904,8 +2445,6 @@ COLUMNS = (
 )
 BAR_WIDTH = 40
 COLOURS = {"good": "\033[32m", "bad": "\033[31m", "plain": "\033[36m", "off": "\033[0m"}
-
-Document = Mapping[str, Any]
 
 
 def printable(text: object) -> str:
@@ -2955,23 +2494,22 @@ def shown(value: float | None, decimals: int) -> str:
 
 def at_path(level: Document, path: str) -> Any:
     """A figure of a level document by its dotted path."""
-    if path in level:
-        return level[path]
     block, _, key = path.partition(".")
-    return (level.get(block) or {}).get(key)
+    return (level[block] or {}).get(key) if key else level[block]
 
 
-def align(rows: Sequence[Sequence[str]], tails: Sequence[str] = ()) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right, then a tail as it is.
+def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right (or left), the last one as it is.
 
     >>> align([["c", "ok"], ["10", "40/40"]])
     ['c      ok', '10  40/40']
     """
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:])), *tail])
-        for row, tail in zip(rows, [[text] for text in tails] or [[]] * len(rows))
-    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) if right else text.ljust(width) for text, width in zip(row[1:], widths[1:])]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -3004,10 +2542,9 @@ def table_rows(doc: Document) -> list[list[str]]:
     columns = [column for column in COLUMNS if "table" in column.flags]
     rows = [["c", "ok", *(column.heading for column in columns)]]
     for level in doc["levels"]:
-        asked, done = ("?" if level[name] is None else f"{level[name]:g}" for name in ("requests", "completed"))
-        cut = "(interrupted)" if level["interrupted"] else ""
+        done, asked = ("?" if level[name] is None else f"{level[name]:g}" for name in ("completed", "requests"))
         cells = (shown(at_path(level, column.path), column.decimals) for column in columns)
-        rows.append([str(level["c"]), f"{done}/{asked}{cut}", *cells])
+        rows.append([str(level["c"]), f"{done}/{asked}{'(interrupted)' if level['interrupted'] else ''}", *cells])
     return rows
 
 
@@ -3015,13 +2552,12 @@ def range_lines(doc: Document) -> list[str]:
     """For levels that were run several times: the range behind each median."""
     lines = []
     for level in doc["levels"]:
+        ranges = [(column, level["ranges"][column.path]) for column in COLUMNS if column.path in level["ranges"]]
         parts = [
-            f"{column.heading} {' to '.join(shown(limit, column.decimals) for limit in level['ranges'][column.path])}"
-            for column in COLUMNS
-            if column.path in level["ranges"]
+            f"{column.heading} {' to '.join(shown(limit, column.decimals) for limit in ends)}"
+            for column, ends in ranges
         ]
-        if parts:
-            lines.append(f"range at c={level['c']} over {level['runs']} runs: {', '.join(parts)}")
+        lines += [f"range at c={level['c']} over {level['runs']} runs: {', '.join(parts)}"] if parts else []
     return lines
 
 
@@ -3029,74 +2565,68 @@ def bar_lines(doc: Document, colour: bool) -> list[str]:
     """Bars for throughput and TPOT p90, green inside the level's SLO and red outside when in colour."""
     lines = []
     for title, path, decimals in (("out tok/s", "output_tokens_per_s", 1), ("TPOT p90 s", "tpot_s.p90", 4)):
-        values = [(level, at_path(level, path)) for level in doc["levels"]]
-        top = max((value for _, value in values if value), default=None)
-        if top is None:
-            continue
-        lines.append(title)
-        for level, value in values:
-            bar = "#" * max(round(BAR_WIDTH * value / top), 1 if value else 0) if value is not None else ""
-            paint, slo = "plain", level["slo"]["tpot_s"]
-            if path == "tpot_s.p90" and slo is not None and value is not None:
-                paint = "good" if value <= slo else "bad"
+        top = max((at_path(level, path) or 0.0 for level in doc["levels"]), default=0.0)
+        lines += [title] if top else []
+        for level in doc["levels"] if top else ():
+            value, slo = at_path(level, path), level["slo"]["tpot_s"]
+            bar = "#" * max(round(BAR_WIDTH * (value or 0.0) / top), 1 if value else 0)
+            judged = path == "tpot_s.p90" and slo is not None and value is not None
+            paint = "plain" if not judged else "good" if value <= slo else "bad"
             drawn = f"{COLOURS[paint]}{bar}{COLOURS['off']}" if colour and bar else bar
             lines.append(f"  c={level['c']:<5}{drawn}{' ' if bar else ''}{shown(value, decimals)}")
     return lines
 
 
-def knee_line(doc: Document) -> str:
-    rated = [level for level in doc["levels"] if not level["left_out"] and level["output_tokens_per_s"] is not None]
-    between, knees = doc["knee"]["between"], doc["knee"]["per_repeat"]
+def derived_lines(doc: Document) -> list[str]:
+    """Knee, fit and operating point in the wording that people grep for."""
+    rated = [
+        level["c"] for level in doc["levels"] if not level["left_out"] and level["output_tokens_per_s"] is not None
+    ]
+    between, point = doc["knee"]["between"], doc["operating_point"]
     if len(rated) < 2:
-        return "knee: not enough points (it needs two levels with a completed request)"
-    agree = f" ({knees.count(between)} of {len(knees)} runs agree)" if knees else ""
-    if between is None:
-        return f"knee: not reached up to c={rated[-1]['c']}{agree}"
-    return f"knee: between c={between[0]} and c={between[1]}{agree}"
+        knee = "knee: not enough points (it needs two levels with a completed request)"
+    elif between is None:
+        knee = f"knee: not reached up to c={rated[-1]}"
+    else:
+        knee = f"knee: between c={between[0]} and c={between[1]}"
+    if point is not None:
+        operating = f"c={point} (highest with no failure, both p90s inside its SLO)"
+    elif all(level["meets_objective"] is None for level in doc["levels"]):
+        operating = "none, no SLO is recorded"
+    else:
+        operating = "none (no level is without failure and inside its SLO)"
+    return [knee, *fit_lines(doc), f"operating point: {operating}"]
 
 
 def fit_lines(doc: Document) -> list[str]:
     """The TPOT fit, what it implies, and the decode-bound beside the measured throughput."""
-    fit, slots = doc["fit"], doc["settings"]["server_slots"]
+    fit, slots, slo = doc["fit"], doc["settings"]["server_slots"], doc["slo"]["tpot_s"]
     if fit is None:
         within = f" at or below {counted(slots, 'slot')}" if slots else ""
         return [f"TPOT fit: not enough points (it needs two different levels{within} with a TPOT)"]
-    details = [f"levels {c_list(fit['levels'])}"]
-    if fit["b_interval_ms"] is None:
-        details.append("two levels: a line through both, no interval")
-    else:
+    details = "two levels: a line through both, no interval"
+    if fit["b_interval_ms"]:
         low, high = fit["b_interval_ms"]
-        details.append(f"largest residual {fit['largest_residual']:.1%}, 95 % interval for b {low:.3f} to {high:.3f}")
-    sign = "+" if fit["b_ms"] >= 0 else "-"
-    lines = [f"TPOT p50 ~ {fit['a_ms']:.2f} ms {sign} {abs(fit['b_ms']):.3f} ms x c  ({', '.join(details)})"]
-    if fit["a_ms"] < 0:
-        lines.append("a is below 0, so no step time: the line does not hold near c = 0")
-    ceiling, at, slo = fit["ceiling_tokens_per_s"], fit["c_at_slo"], doc["slo"]["tpot_s"]
-    if ceiling is None:
+        details = f"largest residual {fit['largest_residual']:.1%}, 95 % interval for b {low:.3f} to {high:.3f}"
+    slope = f"{'-' if fit['b_ms'] < 0 else '+'} {abs(fit['b_ms']):.3f} ms x c"
+    lines = [f"TPOT p50 ~ {fit['a_ms']:.2f} ms {slope}  (levels {c_list(fit['levels'])}, {details})"]
+    lines += ["a is below 0, so no step time: the line does not hold near c = 0"] if fit["a_ms"] < 0 else []
+    if fit["ceiling_tokens_per_s"] is None:
         lines.append(f"ceiling: none implied ({fit['ceiling_note']})")
     else:
-        lines.append(f"ceiling {ceiling:.1f} tok/s (1/b; {fit['ceiling_note']})")
-        note = f" ({fit['c_at_slo_note']})" if fit["c_at_slo_note"] else ""
-        if slo is not None:
-            lines.append(f"TPOT SLO {1000 * slo:g} ms" + (f" met at c = {at:.1f}{note}" if at is not None else note))
+        lines.append(f"ceiling {fit['ceiling_tokens_per_s']:.1f} tok/s (1/b; {fit['ceiling_note']})")
+        at, note = fit["c_at_slo"], fit["c_at_slo_note"]
+        met = f" met at c = {at:.1f}{f' ({note})' if note else ''}" if at is not None else f": {note}"
+        lines += [f"TPOT SLO {1000 * slo:g} ms{met}"] if slo is not None else []
     lines.append(
-        "decode-bound throughput, if every request were always decoding (prefill and waiting lower the measured one):"
+        "decode-bound throughput, if every request were always decoding (prefill and waiting lower the measured):"
     )
     for level in doc["levels"]:
-        if level["left_out"]:
-            continue
-        bound, rate = level["decode_bound_output_tokens_per_s"], level["output_tokens_per_s"]
-        only = f" ({counted(slots, 'slot')} decode together)" if slots is not None and level["c"] > slots else ""
-        lines.append(f"  c={level['c']}: {shown(bound, 1)} tok/s, measured {shown(rate, 1)}{only}")
+        if not level["left_out"]:
+            bound, rate = level["decode_bound_output_tokens_per_s"], level["output_tokens_per_s"]
+            only = f" ({counted(slots, 'slot')} decode together)" if slots and level["c"] > slots else ""
+            lines.append(f"  c={level['c']}: {shown(bound, 1)} tok/s, measured {shown(rate, 1)}{only}")
     return lines
-
-
-def operating_line(doc: Document) -> str:
-    if doc["operating_point"] is not None:
-        return f"operating point: c={doc['operating_point']} (highest with no failure, both p90s inside its SLO)"
-    if all(level["meets_objective"] is None for level in doc["levels"]):
-        return "operating point: none, no SLO is recorded"
-    return "operating point: none (no level is without failure and inside its SLO)"
 
 
 def statement_lines(doc: Document, status: str) -> list[str]:
@@ -3104,9 +2634,8 @@ def statement_lines(doc: Document, status: str) -> list[str]:
     lines = []
     for item in doc["statements"]:
         if item["status"] == status:
-            c = item["values"].get("c")
-            also = [level for level in item["levels"] if c is not None and level != c]
-            named = f" (also at c={c_list(also)})" if also else ""
+            also = [c for c in item["levels"] if f"c={c}" not in item["text"] and "c" in item["values"]]
+            named = f" (also at c={c_list(also)})" if also and item["code"] != "single_run" else ""
             lines.append(f"{item['text']}{named}{'. Try: ' + item['advice'] if item['advice'] else ''}")
     return lines
 
@@ -3114,8 +2643,7 @@ def statement_lines(doc: Document, status: str) -> list[str]:
 def label_text(doc: Document, colour: bool) -> str:
     """The whole view of one label for a terminal."""
     lines = [doc["answer"]["text"], "", *heading_lines(doc), "", *align(table_rows(doc)), "TTFT and TPOT in seconds"]
-    lines += [*range_lines(doc), "", *bar_lines(doc, colour), ""]
-    lines += [knee_line(doc), *fit_lines(doc), operating_line(doc)]
+    lines += [*range_lines(doc), "", *bar_lines(doc, colour), "", *derived_lines(doc)]
     for title, status in (("notes", NOTE), ("reading", READING)):
         found = statement_lines(doc, status)
         lines += ["", title, *(f"  {line}" for line in found)] if found else []
@@ -3127,24 +2655,24 @@ def label_markdown(doc: Document) -> str:
     title, setup = (markdown_text(line) for line in heading_lines(doc))
     lines = [f"### {title}", "", markdown_text(doc["answer"]["text"]), "", setup, ""]
     lines += [*markdown_table(table_rows(doc)), "", "TTFT and TPOT in seconds.", ""]
-    facts = [*range_lines(doc), knee_line(doc), *fit_lines(doc), operating_line(doc)]
-    facts += [*statement_lines(doc, NOTE), *statement_lines(doc, READING)]
+    facts = [*range_lines(doc), *derived_lines(doc), *statement_lines(doc, NOTE), *statement_lines(doc, READING)]
     return "\n".join(lines + [f"- {markdown_text(line.strip())}" for line in facts]) + "\n"
+
+
+def levels_text(entry: Document) -> list[str]:
+    """Levels and date of an entry of --list or --runs."""
+    cut = f" interrupted {c_list(entry['interrupted'])}" if entry["interrupted"] else ""
+    return [f"levels {c_list(entry['levels']) or 'none'}{cut}", f"last {(entry['last'] or 'unknown')[:10]}"]
 
 
 def list_text(doc: Document) -> str:
     """One line per label, in file order."""
+    names = ("engine", "prompt_set")
     rows = [
-        [
-            entry["word"],
-            setting_text(entry["settings"]["engine"]),
-            setting_text(entry["settings"]["prompt_set"]),
-            levels_text(entry),
-            f"last {(entry['last'] or 'unknown')[:10]}",
-        ]
+        [entry["word"], *(setting_text(entry["settings"][name]) for name in names), *levels_text(entry)]
         for entry in doc["labels"]
     ]
-    return "\n".join([f"==> {len(rows)} label(s) in {printable(doc['notebook'])}", *left_aligned(rows)]) + "\n"
+    return "\n".join([f"==> {len(rows)} label(s) in {printable(doc['notebook'])}", *align(rows, right=False)]) + "\n"
 
 
 def runs_text(doc: Document) -> str:
@@ -3152,25 +2680,14 @@ def runs_text(doc: Document) -> str:
     rows = [
         [
             printable(entry["run"]),
-            f"{counted(entry['repeats'], 'repeat')}",
-            levels_text(entry),
-            f"last {(entry['last'] or 'unknown')[:19]}",
-            f"shown at c={c_list(entry['counts_at'])}" if entry["counts_at"] else "older",
+            counted(entry["runs"], "repeat"),
+            *levels_text(entry),
+            f"shown at c={c_list(entry['shown_at'])}" if entry["shown_at"] else "older",
         ]
         for entry in doc["runs"]
     ]
     head = f"==> {len(rows)} run(s) of {as_word(doc['label'])} in {printable(doc['notebook'])}"
-    return "\n".join([head, *left_aligned(rows)]) + "\n"
-
-
-def levels_text(entry: Document) -> str:
-    cut = f" interrupted {c_list(entry['interrupted'])}" if entry["interrupted"] else ""
-    return f"levels {c_list(entry['levels']) or 'none'}{cut}"
-
-
-def left_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
-    return ["  ".join([*(text.ljust(width) for text, width in zip(row, widths)), row[-1]]) for row in rows]
+    return "\n".join([head, *align(rows, right=False)]) + "\n"
 
 
 def compare_text(doc: Document, markdown: bool) -> str:
@@ -3179,15 +2696,13 @@ def compare_text(doc: Document, markdown: bool) -> str:
     table = [["c", "A tok/s", "B tok/s", "B/A", *(f"{column.heading} A / B" for column in columns)]]
     for row in doc["levels"]:
         rate = row["output_tokens_per_s"]
-        cells = [shown(rate["a"], 1), shown(rate["b"], 1), shown(rate["ratio"], 2)]
-        for column in columns:
-            cells.append(" / ".join(shown(row[column.path][side], column.decimals) for side in "ab"))
-        table.append([str(row["c"]), *cells])
+        pairs = (" / ".join(shown(row[column.path][side], column.decimals) for side in "ab") for column in columns)
+        table.append([str(row["c"]), shown(rate["a"], 1), shown(rate["b"], 1), shown(rate["ratio"], 2), *pairs])
     heads = [f"{side.upper()} = {heading_lines(doc[side])[0]}" for side in "ab"]
     notes = [item["text"] for item in doc["statements"]]
     if markdown:
-        lines = [*(f"- {markdown_text(line)}" for line in heads), "", *markdown_table(table), ""]
-        return "\n".join(lines + [f"- {markdown_text(note)}" for note in notes]) + "\n"
+        heads, notes = ([f"- {markdown_text(line)}" for line in lines] for lines in (heads, notes))
+        return "\n".join([*heads, "", *markdown_table(table), "", *notes]) + "\n"
     return "\n".join([*heads, "", *align(table), "TTFT and TPOT in seconds", *notes]) + "\n"
 
 
@@ -3199,8 +2714,7 @@ def check_lines(doc: Document) -> list[str]:
 
 def class_text(files: Sequence[Document], details: bool) -> str:
     """A verdict per notebook in a table, then the rules of those that failed, or of all."""
-    table = [["verdict", "pass", "warn", "fail", "notebook: baselines (operating point, knee, a, b), failed rules"]]
-    tails = []
+    rows = [["verdict", "pass", "warn", "fail", "notebook: baselines (operating point, knee, a, b), failed rules"]]
     for item in files:
         told = [
             f"{as_word(curve['label'])} ({'none' if curve['operating_point'] is None else curve['operating_point']}, "
@@ -3210,15 +2724,15 @@ def class_text(files: Sequence[Document], details: bool) -> str:
         ]
         failed = f"; failed: {', '.join(item['failed_rules'])}" if item["failed_rules"] else ""
         said = printable(item["error"]) if item["error"] else f"{', '.join(told) or 'no whole baseline'}{failed}"
-        table.append([item["verdict"], *(str(item[key]) for key in ("pass", "warn", "fail"))])
-        tails.append(f"{printable(item['notebook'])}: {said}")
-    lines = align([row[:4] for row in table], [table[0][4], *tails])
+        counts = [str(item[key]) for key in ("pass", "warn", "fail")]
+        rows.append([item["verdict"], *counts, f"{printable(item['notebook'])}: {said}"])
+    lines = align(rows, right=False)
     for item in files:
         if item["verdict"] == FAIL or (details and not item["error"]):
             lines += ["", f"==> {printable(item['notebook'])}", *check_lines(item)]
-    counts = (f"{sum(item['verdict'] == verdict for item in files)} {verdict}" for verdict in (PASS, WARN, FAIL))
-    unread = sum(item["verdict"] == UNREADABLE for item in files)
-    return "\n".join([*lines, "", ", ".join([*counts, *([f"{unread} {UNREADABLE}"] if unread else [])])]) + "\n"
+    verdicts = [item["verdict"] for item in files]
+    total = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (PASS, WARN, FAIL, UNREADABLE))
+    return "\n".join([*lines, "", total]) + "\n"
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -3228,14 +2742,12 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     {'a': 1, 'b.c': None, 'b.d': '[1, 2]'}
     """
     if isinstance(value, Mapping):
-        row: dict[str, Any] = {}
-        for key, inner in value.items():
-            row.update(flatten(inner, f"{prefix}.{key}" if prefix else str(key)))
-        return row
+        parts = (flatten(inner, f"{prefix}.{key}" if prefix else str(key)) for key, inner in value.items())
+        return {name: inner for part in parts for name, inner in part.items()}
     return {prefix: json.dumps(value) if isinstance(value, list) else value}
 
 
-def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def to_csv(rows: Iterable[Document]) -> str:
     """Rows as CSV with a heading; an unknown figure is an empty cell. Columns are those of any row, in order."""
     flat = [flatten(null_if_not_finite(row)) for row in rows]
     out = io.StringIO()
@@ -3245,24 +2757,16 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def level_rows(doc: Document) -> list[dict[str, Any]]:
+def level_rows(doc: Document) -> Iterator[dict[str, Any]]:
     """One row per level for the CSV: the label and every figure. Missing blocks give empty cells."""
-    rows = []
     for level in doc["levels"]:
         row = {"label": doc["label"], **level}
-        for item in FIELDS:
-            if "level" in item.use and item.kind == "stats":
-                row[item.name] = row[item.name] or dict.fromkeys(STATISTICS)
-            elif "level" in item.use and item.kind in ("tally", "block", "any"):
-                row[item.name] = json.dumps(row[item.name]) if row[item.name] else None
-        rows.append({**row, "ranges": json.dumps(row["ranges"]) if row["ranges"] else None})
-    return rows
-
-
-def class_rows(files: Sequence[Document]) -> list[dict[str, Any]]:
-    """One row per notebook for the CSV."""
-    keys = ("notebook", "verdict", "error", "pass", "warn", "fail", "failed_rules", "baselines")
-    return [{key: item[key] for key in keys} for item in files]
+        for name in (*LEVEL_FIELDS, "ranges"):
+            if name in STATS:
+                row[name] = row[name] or dict.fromkeys(STATISTICS)
+            elif isinstance(row[name], Mapping):
+                row[name] = json.dumps(row[name]) if row[name] else None
+        yield row
 
 
 def to_json(value: Any) -> str:
@@ -3280,37 +2784,32 @@ def null_if_not_finite(value: Any) -> Any:
         return {key: null_if_not_finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [null_if_not_finite(inner) for inner in value]
-    if not isinstance(value, float):
-        return value
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---------------------------------------------------------------------------------------------- writing the notebook
 
-
+LOCK_WAIT_S = 10.0  # how long --record waits for another writer of the notebook
 NOT_SUMMED = ("prompt_text", "extra_body", "turns", "duration_s", "seed")  # settings that a summary leaves out
 
 
 def summary_record(curve: Curve, now: datetime) -> dict[str, Any]:
     """The curve-summary line that --record appends."""
     fit = curve.fit
-    record: dict[str, Any] = {name: curve.settings[name] for name in SETTINGS if name not in NOT_SUMMED}
-    record.update(
-        {
-            "lab": LAB,
-            "record": "curve-summary",
-            "schema": KNOWN_SCHEMAS[-1],
-            "tool_version": TOOL_VERSION,
-            "label": curve.label,
-            "recorded_at": now.astimezone().isoformat(timespec="seconds"),
-            "levels": [level.c for level in curve.usable],
-            "knee_between": list(curve.knee) if curve.knee else None,
-            "operating_point": curve.operating_point,
-            "peak_output_tokens_per_s": round(max(rate for _, rate in curve.rates), 2) if curve.rates else None,
-            "tpot_fit_ms": {"a": round(fit.a_ms, 3), "b": round(fit.b_ms, 4)} if fit else None,
-        }
-    )
-    return record
+    return {
+        **{name: curve.settings[name] for name in SETTINGS if name not in NOT_SUMMED},
+        "lab": LAB,
+        "record": "curve-summary",
+        "schema": KNOWN_SCHEMAS[-1],
+        "tool_version": TOOL_VERSION,
+        "label": curve.label,
+        "recorded_at": now.astimezone().isoformat(timespec="seconds"),
+        "levels": [level.c for level in curve.usable],
+        "knee_between": list(curve.knee) if curve.knee else None,
+        "operating_point": curve.operating_point,
+        "peak_output_tokens_per_s": round(max(rate for _, rate in curve.rates), 2) if curve.rates else None,
+        "tpot_fit_ms": {"a": round(fit.a_ms, 3), "b": round(fit.b_ms, 4)} if fit else None,
+    }
 
 
 def wait_for_lock(handle: int) -> None:
@@ -3403,26 +2902,22 @@ def build_parser() -> Parser:
     what.add_argument("--list", action="store_true", help="the labels in the notebook")
     what.add_argument("--label", metavar="L", help="one label's curve; L@RUN for one run of it")
     what.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two labels, level by level")
-    what.add_argument(
-        "--check",
-        nargs="*",
-        metavar="FILE",
-        help="check the notebook, or each FILE and each *.md with a record below a folder; with --label, one label",
-    )
+    checked = "check the notebook, or each FILE and each *.md with a record below a folder; with --label, one label"
+    what.add_argument("--check", nargs="*", metavar="FILE", help=checked)
     form = parser.add_argument_group("in which form (default: text)").add_mutually_exclusive_group()
-    form.add_argument("--markdown", dest="form", action="store_const", const="markdown", help="Markdown, to paste")
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="all figures as one JSON value")
-    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="the table as CSV")
+    for name, text in (
+        ("markdown", "Markdown, to paste"),
+        ("json", "all figures as one JSON value"),
+        ("csv", "the table as CSV"),
+    ):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, default="text", help=text)
     also = parser.add_argument_group("also")
     also.add_argument("--record", action="store_true", help="with --label: append a curve-summary line")
     also.add_argument("--runs", action="store_true", help="with --label: list the label's runs")
     also.add_argument("--run", metavar="ID", help="with --label: show that run, as L@ID does")
     also.add_argument("--details", action="store_true", help="with --check of several notebooks: the rules of each")
-    also.add_argument(
-        "--raw",
-        metavar="FILE",
-        help="with --check: recompute the levels from load_test.py's --raw FILE, name differences",
-    )
+    recomputed = "with --check: recompute the levels from load_test.py's --raw FILE, name differences"
+    also.add_argument("--raw", metavar="FILE", help=recomputed)
     also.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
     return parser
 
@@ -3432,47 +2927,36 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest:
-        file = next((word for word in rest if not word.startswith("-")), None)
-        hint = f"; name the notebook with --labbook {file}" if file and rest[0] == file else ""
+        hint = "" if rest[0].startswith("-") else f"; name the notebook with --labbook {rest[0]}"
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    refuse_conflicts(parser, args)
-    label = args.label if args.run is None else f"{args.label}@{args.run}"
+    views = [f"--{name}" for name in ("list", "compare", "check") if getattr(args, name) not in (None, False)]
+    views += ["--label"] if args.label is not None and views != ["--check"] else []
+    if len(views) > 1:
+        parser.error(f"{' and '.join(views)} do not go together: choose one")
+    show_label = args.label is not None and args.check is None
+    for option, given, met, needed in (
+        ("--record", args.record, show_label and args.run is None and not args.runs, "--label L alone"),
+        ("--runs", args.runs, show_label and args.run is None and args.form != "markdown", "--label L alone"),
+        ("--run", args.run is not None, args.label is not None, "--label"),
+        ("--raw", args.raw, args.check is not None, "--check"),
+        ("--details", args.details, args.check is not None, "--check"),
+        ("--markdown", args.form == "markdown", show_label or args.compare, "--label or --compare"),
+    ):
+        if given and not met:
+            parser.error(f"{option} needs {needed}")
+    if args.check and args.label is not None and (len(args.check) > 1 or os.path.isdir(args.check[0])):
+        parser.error("--check --label speaks of one notebook: name one file, or none")
     return Options(
         labbook=args.labbook,
-        label=label,
+        label=args.label if args.run is None else f"{args.label}@{args.run}",
         runs=args.runs,
         compare=tuple(args.compare) if args.compare else None,
         check=None if args.check is None else tuple(args.check or [args.labbook]),
         details=args.details,
         record=args.record,
-        form=args.form or "text",
+        form=args.form,
         raw=args.raw,
     )
-
-
-def refuse_conflicts(parser: Parser, args: argparse.Namespace) -> None:
-    """Say which options do not go together, before anything is read."""
-    views = [f"--{name}" for name in ("list", "compare", "check") if getattr(args, name) not in (None, False)]
-    if args.label is not None and views != ["--check"]:
-        views.insert(0, "--label")
-    if len(views) > 1:
-        parser.error(f"{' and '.join(views)} do not go together: choose one")
-    show_label = args.label is not None and args.check is None
-    needs = (
-        ("--record", args.record, show_label, "--label"),
-        ("--runs", args.runs, show_label, "--label"),
-        ("--run", args.run is not None, args.label is not None, "--label"),
-        ("--raw", args.raw, args.check is not None, "--check"),
-        ("--details", args.details, args.check is not None, "--check"),
-        ("--markdown", args.form == "markdown", show_label or args.compare, "--label or --compare"),
-    )
-    for option, given, met, needed in needs:
-        if given and not met:
-            parser.error(f"{option} needs {needed}")
-    if args.runs and (args.record or args.run or args.form == "markdown"):
-        parser.error("--runs lists: leave --record, --run and --markdown out")
-    if args.check and args.label is not None and (len(args.check) > 1 or os.path.isdir(args.check[0])):
-        parser.error("--check --label speaks of one notebook: name one file, or none")
 
 
 def to_devnull(stream: IO[str]) -> None:
@@ -3500,37 +2984,30 @@ def report(path: str, remarks: Iterable[Remark]) -> None:
 
 def in_colour() -> bool:
     """Only on a terminal, and never with NO_COLOR."""
-    return (
-        sys.stdout is not None
-        and sys.stdout.isatty()
-        and "NO_COLOR" not in os.environ
-        and os.environ.get("TERM") != "dumb"
-    )
+    terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return terminal and "NO_COLOR" not in os.environ
+
+
+def render(options: Options, doc: Document, text: Callable[[], str], rows: Iterable[Document]) -> str:
+    """A document as JSON, as CSV or as text."""
+    return to_json(doc) if options.form == "json" else to_csv(rows) if options.form == "csv" else text()
 
 
 def run_list(options: Options, notebook: Notebook) -> tuple[str, int]:
     if not notebook.records:
         warn(f"no level records in {notebook.path}: run load_test.py first, or name the file with --labbook")
-    code = 0 if notebook.records else 1
     doc = list_document(notebook)
-    forms = {"json": lambda: to_json(doc), "csv": lambda: to_csv(doc["labels"])}
-    return forms.get(options.form, lambda: list_text(doc))(), code
+    return render(options, doc, lambda: list_text(doc), doc["labels"]), 0 if notebook.records else 1
 
 
-def run_label(options: Options, notebook: Notebook) -> tuple[str, int]:
+def run_label(options: Options, notebook: Notebook, label: str) -> tuple[str, int]:
     if options.runs:
-        doc = runs_document(notebook, str(options.label))
-        forms = {"json": lambda: to_json(doc), "csv": lambda: to_csv(doc["runs"])}
-        return forms.get(options.form, lambda: runs_text(doc))(), 0
-    curve = find_curve(notebook, str(options.label))
+        doc = runs_document(notebook, label)
+        return render(options, doc, lambda: runs_text(doc), doc["runs"]), 0
+    curve = find_curve(notebook, label)
     doc = curve_document(curve, notebook)
-    forms = {
-        "json": lambda: to_json(doc),
-        "csv": lambda: to_csv(level_rows(doc)),
-        "markdown": lambda: label_markdown(doc),
-        "text": lambda: label_text(doc, in_colour()),
-    }
-    text = forms[options.form]()
+    view = label_markdown if options.form == "markdown" else partial(label_text, colour=in_colour())
+    text = render(options, doc, lambda: view(doc), level_rows(doc))
     if options.record:
         if curve.label not in notebook.curves:
             raise UserError("--record sums up a label's newest levels: name the label without a run")
@@ -3541,41 +3018,32 @@ def run_label(options: Options, notebook: Notebook) -> tuple[str, int]:
     return text, 0
 
 
-def run_compare(options: Options, notebook: Notebook) -> tuple[str, int]:
-    assert options.compare is not None
-    a, b = (find_curve(notebook, name) for name in options.compare)
+def run_compare(options: Options, notebook: Notebook, names: tuple[str, str]) -> tuple[str, int]:
+    a, b = (find_curve(notebook, name) for name in names)
     doc = compare_document(notebook, a, b)
-    if options.form == "json":
-        return to_json(doc), 0
-    if options.form == "csv":
-        return to_csv([{**row, "a_label": a.label, "b_label": b.label} for row in doc["levels"]]), 0
-    return compare_text(doc, options.form == "markdown"), 0
+    rows = [{**row, "a_label": a.label, "b_label": b.label} for row in doc["levels"]]
+    return render(options, doc, lambda: compare_text(doc, options.form == "markdown"), rows), 0
 
 
 def run_check(options: Options, given: Sequence[str]) -> tuple[str, int]:
     """One notebook's rules, or several notebooks' verdicts. 2 where a file cannot be read, else 1 where any rule
     failed."""
     raw = read_raw(options.raw) if options.raw else None
-    paths = notebooks_at(given)
     if len(given) > 1 or os.path.isdir(given[0]):
-        files = check_class(paths, raw)
+        files = check_class(notebooks_at(given), raw)
         verdicts = [item["verdict"] for item in files]
+        keys = ("notebook", "verdict", "error", "pass", "warn", "fail", "failed_rules", "baselines")
+        rows = [{key: item[key] for key in keys} for item in files]
+        doc: dict[str, Any] = {"kind": "checks", "tool_version": TOOL_VERSION, "files": files}
         code = 2 if UNREADABLE in verdicts else 1 if FAIL in verdicts else 0
-        if options.form == "json":
-            return to_json({"kind": "checks", "tool_version": TOOL_VERSION, "files": files}), code
-        if options.form == "csv":
-            return to_csv(class_rows(files)), code
-        return class_text(files, options.details), code
-    notebook = read_notebook(paths[0])
+        return render(options, doc, lambda: class_text(files, options.details), rows), code
+    notebook = read_notebook(given[0])
     report(notebook.path, notebook.remarks)  # damaged and unknown lines have rules of their own
     curve = find_curve(notebook, options.label) if options.label is not None else None
-    doc = notebook_verdict(notebook, check(notebook, raw, curve))
-    code = 1 if doc["fail"] else 0
-    if options.form == "json":
-        return to_json({"kind": "check", "tool_version": TOOL_VERSION, "label": curve and curve.label, **doc}), code
-    if options.form == "csv":
-        return to_csv(doc["statements"]), code
-    return "\n".join(check_lines(doc)) + "\n", code
+    doc = {"kind": "check", "tool_version": TOOL_VERSION, "label": curve.label if curve else None}
+    doc.update(notebook_verdict(notebook, check(notebook, raw, curve)))
+    text = "\n".join(check_lines(doc)) + "\n"
+    return render(options, doc, lambda: text, doc["statements"]), 1 if doc["fail"] else 0
 
 
 def notebooks_at(given: Sequence[str]) -> list[str]:
@@ -3586,7 +3054,7 @@ def notebooks_at(given: Sequence[str]) -> list[str]:
         names = [path]
         if os.path.isdir(path):
             below = (os.path.join(folder, name) for folder, _, files in os.walk(path) for name in files)
-            names = [name for name in sorted(below) if name.endswith(".md") and holds_record(name)]
+            names = [name for name in sorted(below) if name.endswith(".md") and mentions_the_lab(name)]
             if not names:
                 raise UserError(f"no *.md below {path} holds a level record")
         for name in names:
@@ -3594,10 +3062,10 @@ def notebooks_at(given: Sequence[str]) -> list[str]:
     return list(found.values())
 
 
-def holds_record(path: str) -> bool:
-    """Whether a file below a folder is somebody's notebook: it mentions this lab, or cannot be read to tell."""
+def mentions_the_lab(path: str) -> bool:
+    """Whether a file below a folder is somebody's notebook, or cannot be read to tell."""
     try:
-        return any(LAB.encode() in line for _, line, _ in file_lines(path))
+        return any(LAB.encode() in line for line in file_lines(path))
     except UserError:
         return True
 
@@ -3609,9 +3077,9 @@ def run(options: Options) -> tuple[str, int]:
     notebook = read_notebook(options.labbook)
     report(notebook.path, [*notebook.damaged, *notebook.unknown, *notebook.remarks])
     if options.label is not None:
-        return run_label(options, notebook)
+        return run_label(options, notebook, options.label)
     if options.compare is not None:
-        return run_compare(options, notebook)
+        return run_compare(options, notebook, options.compare)
     return run_list(options, notebook)
 
 
@@ -3651,4 +3119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on main() ends it, with 130
     sys.exit(main())

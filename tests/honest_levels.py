@@ -253,9 +253,9 @@ def any_load(rng: random.Random) -> Load:
     )
 
 
-def honest_record(**changes: Any) -> Json:
+def honest_record(failing: float = 0.1, **changes: Any) -> Json:
     """One plain level, as load_test.py rounds it."""
-    load = Load(tokens=(100, 128), failing=0.1)
+    load = Load(tokens=(100, 128), failing=failing)
     data = level_record(load, simulate(load, random.Random(5)), decimals(6), decimals(4))
     return {**data, **changes}
 
