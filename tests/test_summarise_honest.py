@@ -176,7 +176,7 @@ def test_equal_outputs_tie_tpot_ttft_and_e2e_together() -> None:
     ],
 )  # fmt: skip
 def test_a_percentile_bounds_within_slo(percentile: str, value: float, least: int, most: int) -> None:
-    """40 requests, limit 2.0 s: nearest rank p50 is the 20th, so 2.1 there leaves at most 19 inside, 1.9 at least 20."""
+    """40 requests, limit 2.0 s: p50 is the 20th, so 2.1 there leaves at most 19 inside, 1.9 at least 20."""
     data = honest_record(completed=40, failed=0, ttft_s={percentile: value}, tpot_s={"max": 0.05}, slo_tpot_s=0.1)
     for within, holds in ((least - 1, False), (least, True), (most, True), (most + 1, False)):
         found = sl.check_within_slo(as_read({**data, "within_slo": within}))
