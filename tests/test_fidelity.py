@@ -150,12 +150,6 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return levels_of(result, log, capture.runs)
 
 
-def all_but_one(holds: Sequence[bool]) -> bool:
-    """The engine takes the age of the kernel's stamp from two clock readings in a row: of a whole level, one arrival
-    may be too early because the system took the processor away between the two."""
-    return sum(holds) >= len(holds) - 1
-
-
 # ---------------------------------------------------------------- times
 
 
@@ -181,10 +175,9 @@ def test_the_clock_of_a_request_starts_at_its_write(played: list[Level]) -> None
         for pair in level.pairs:
             assert pair.connecting <= pair.log["connected"] + ROUNDED_S
             assert pair.written <= pair.log["request_read"] + ROUNDED_S
-        assert all_but_one([pair.written <= pair.log["arrived"] + ARRIVAL_S for pair in level.pairs])
-        for name, which in (("ttft_s", 0), ("last_token_s", -1)):
-            times = [(pair.raw[name], pair.log["sends"][which] - pair.log["arrived"]) for pair in level.pairs]
-            assert all_but_one([client >= engine - ARRIVAL_S for client, engine in times])
+            assert pair.written <= pair.log["arrived"] + ARRIVAL_S
+            for name, which in (("ttft_s", 0), ("last_token_s", -1)):
+                assert pair.raw[name] >= pair.log["sends"][which] - pair.log["arrived"] - ARRIVAL_S
 
 
 @one_clock
