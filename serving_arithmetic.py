@@ -262,22 +262,6 @@ def lab_model() -> Model:
     return uniform_model("Qwen3-8B", LAB_SOURCE, 36, 8, 128, weights=weights)
 
 
-def lab_weights_of(quant: str) -> Weights:
-    """The lab's file for the `quant` of a record, whatever cache type stands behind it. Raises UsageError for any
-    other quant: no weight is assumed.
-
-    >>> lab_weights_of("Q4_K_M, KV q8_0").name, lab_weights_of("bf16").total_bytes
-    ('Q4_K_M GGUF', 16381470720)
-    """
-    weights = LAB_WEIGHTS.get(re.sub(r", KV \w+$", "", quant).strip().lower())
-    if weights is None:
-        raise UsageError(
-            f"the record's quant is {plain(repr(quant))}, and the lab's weights are known for Q4_K_M, AWQ, bf16 and "
-            "MLX 4-bit only; name them: --gguf, --safetensors, or --weights-bytes with --not-read-bytes"
-        )
-    return weights
-
-
 def served_weights(model: Model, kv_type: str) -> Weights | None:
     """The file that goes with a cache type: of the lab's two, llama.cpp's GGUF or vLLM's AWQ."""
     if not model.weights:
@@ -316,18 +300,23 @@ def kv_row_bytes(values: int, kv_type: str) -> int:
     return -(-values // block_values) * block_bytes
 
 
-def layer_row_bytes(layer: Layer, kv_type: str) -> int:
-    """Bytes per token in one layer: keys and values.
+def cache_bytes(model: Model, context: float, kv_type: str) -> float:
+    """Bytes of keys and values that one sequence of `context` tokens keeps: per layer min(context, window) tokens.
 
-    >>> layer_row_bytes(Layer(576, 0), "f16")
-    1152
+    >>> two = Model("toy", "here", (Layer(8, 8), Layer(8, 8, window=10), Layer(0, 0, state_bytes=7)))
+    >>> cache_bytes(two, 5, "f16"), cache_bytes(two, 100, "f16")
+    (320, 3520)
     """
-    return kv_row_bytes(layer.k_values, kv_type) + kv_row_bytes(layer.v_values, kv_type)
+    kept: float = 0
+    for layer in model.layers:
+        tokens = context if layer.window is None else min(context, layer.window)
+        kept += tokens * (kv_row_bytes(layer.k_values, kv_type) + kv_row_bytes(layer.v_values, kv_type))
+    return kept
 
 
 def bytes_per_token(model: Model, kv_type: str) -> int:
-    """Bytes that one token takes while every layer keeps it (inside every window): the sum over the layers of keys
-    and values. Where all are alike, 2 x layers x KV heads x head dim x bytes per value.
+    """Bytes that one token takes while every layer keeps it (inside every window). Where all layers are alike, 2 x
+    layers x KV heads x head dim x bytes per value.
 
     Qwen3-8B, then Qwen2.5-0.5B, Llama-3.2-3B and Llama-2-7B:
 
@@ -337,20 +326,7 @@ def bytes_per_token(model: Model, kv_type: str) -> int:
     >>> [bytes_per_token(uniform_model("toy", "here", *shape), "f16") // 1024 for shape in shapes]
     [12, 112, 512]
     """
-    return sum(layer_row_bytes(layer, kv_type) for layer in model.layers)
-
-
-def cache_bytes(model: Model, context: float, kv_type: str) -> float:
-    """Bytes of keys and values that one sequence of `context` tokens keeps: per layer min(context, window) tokens.
-
-    >>> two = Model("toy", "here", (Layer(8, 8), Layer(8, 8, window=10), Layer(0, 0, state_bytes=7)))
-    >>> cache_bytes(two, 5, "f16"), cache_bytes(two, 100, "f16")
-    (320, 3520)
-    """
-    return sum(
-        (context if layer.window is None else min(context, layer.window)) * layer_row_bytes(layer, kv_type)
-        for layer in model.layers
-    )
+    return int(cache_bytes(model, 1, kv_type))
 
 
 def pool_bytes(model: Model, slots: int, context: int, kv_type: str) -> int:
@@ -1489,12 +1465,10 @@ def predicted_document(options: Options) -> Document:
     for kv_type in kv_types:
         pool, allocated = pool_bytes(model, slots, ctx, kv_type), allocated_bytes(model, slots, ctx, kv_type)
         block, size = KV_TYPES[kv_type]
-        odd = any(values % block for layer in model.layers for values in (layer.k_values, layer.v_values))
         document["kv"].append({
             "kv_type": kv_type, "bytes_per_value": f"{size}/{block}" if block > 1 else str(size),
             "bytes_per_token": bytes_per_token(model, kv_type), "pool_bytes": pool, "pool_mib": pool / MIB,
             "pool_gib": pool / GIB, "allocated_bytes": allocated, "allocated_mib": allocated / MIB,
-            "partial_blocks_of": block if odd else None,
         })  # fmt: skip
         document["memory"] += memory_rows(options, kv_type, allocated)
     for_vllm = options.kv_types or ("f16", "fp8")
@@ -1855,12 +1829,22 @@ def measured_document(options: Options) -> Document:
 
 
 def measured_weights(model: Model, quant: str) -> tuple[Weights, str]:
-    """(weights, why these): the stated ones, else for the lab's model the file of the record's quant."""
+    """(weights, why these): the stated ones, else the lab's file for the record's quant, whatever cache type stands
+    behind it. Raises UsageError for any other quant or model: no weight is assumed.
+
+    >>> measured_weights(lab_model(), "bf16, KV fp8")[0].total_bytes
+    16381470720
+    """
     if len(model.weights) == 1:
         return model.weights[0], "as stated"
-    if model.source == LAB_SOURCE:
-        return lab_weights_of(quant), f"for the record's quant {plain(quant)}"
-    raise UsageError("--measured needs the weights: --gguf, --safetensors, or --weights-bytes with --not-read-bytes")
+    needed = "name them: --gguf, --safetensors, or --weights-bytes with --not-read-bytes"
+    if model.source != LAB_SOURCE:
+        raise UsageError(f"--measured needs the weights; {needed}")
+    weights = LAB_WEIGHTS.get(re.sub(r", KV \w+$", "", quant).strip().lower())
+    if weights is None:
+        raise UsageError(f"the record's quant is {plain(repr(quant))}, and the lab's weights are known for Q4_K_M, "
+                         f"AWQ, bf16 and MLX 4-bit only; {needed}")  # fmt: skip
+    return weights, f"for the record's quant {plain(quant)}"
 
 
 def measured_kv_type(options: Options, quant: str) -> tuple[str, str]:
@@ -2063,9 +2047,6 @@ def cache_lines(document: Document) -> list[str]:
             product = f" = 2 x {shape} x {row['bytes_per_value']}"
         sizes = f"{row['pool_bytes']:,} B = {row['pool_gib']:.2f} GiB = {row['pool_mib']:.2f} MiB"
         lines.append(f"  {row['kv_type']:<6} {row['bytes_per_token']:>9,} B/token{product:<30}  cache {sizes}")
-        if row["partial_blocks_of"]:
-            lines.append(f"    note: blocks of {row['partial_blocks_of']} values do not divide a row; llama.cpp may "
-                         "refuse it")  # fmt: skip
     different = [row for row in document["kv"] if row["allocated_bytes"] != row["pool_bytes"]]
     if different:
         lines.append(f"  llama-server allocates whole {LLAMA_PAD}s of tokens per slot, and on sliding layers")

@@ -167,12 +167,6 @@ def test_a_context_that_is_no_multiple_of_256_is_allocated_rounded_up(capsys: py
     assert "whole 256s" in text(capsys, "--ctx", 1000)
 
 
-def test_blocks_that_do_not_divide_a_row_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ("--layers", 2, "--kv-heads", 1, "--head-dim", 80)
-    assert "blocks of 32 values do not divide a row" in text(capsys, *shape, "--kv-type", "q8_0")
-    assert "do not divide" not in text(capsys, *shape, "--kv-type", "f16")
-
-
 def test_ceilings_of_a_tiny_model_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
     """A batch of 20 and a seven-digit ceiling once ran into one number."""
     shape = ("--layers", 2, "--kv-heads", 2, "--head-dim", 32, "--weights-bytes", 1_000_000)
