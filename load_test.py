@@ -2224,27 +2224,26 @@ class ServerWatch:
         for path in ("/slots", "/metrics"):
             try:
                 status, body = await fetch(self._route, self._prefix + path)
-                problem = None if status == 200 else f"http {status}"
+                problem = "" if status == 200 else f"http {status}"
                 if path == "/slots" and status == 200 and not body.lstrip().startswith(b"["):
                     problem = "no list of slots"
             except ControlError as error:
                 problem = str(error)
-            if problem is None:
-                self.paths.append(path)
-            else:
+            if problem:
                 missing.append(f"sampling: {path} is not there ({problem}); its figures will be null")
+            else:
+                self.paths.append(path)
         return missing
 
     async def look(self) -> Snapshot:
         """One snapshot; what cannot be read this time stays None."""
         shot = Snapshot()
-        if "/slots" in self.paths:
-            with contextlib.suppress(ControlError):
-                shot.read_slots(await fetch_json(self._route, self._prefix + "/slots"))
-        if "/metrics" in self.paths:
-            with contextlib.suppress(ControlError):
-                status, body = await fetch(self._route, self._prefix + "/metrics")
-                if status == 200:
+        for path in self.paths:
+            with contextlib.suppress(ControlError, ValueError, RecursionError):
+                status, body = await fetch(self._route, self._prefix + path)
+                if status == 200 and path == "/slots":
+                    shot.read_slots(json.loads(body))
+                elif status == 200:
                     whole = body if len(body) <= MAX_METRICS_BYTES else body[:MAX_METRICS_BYTES].rpartition(b"\n")[0]
                     shot.metrics = parse_metrics(whole.decode("utf-8", "replace"))
         return shot
@@ -2562,8 +2561,8 @@ def split_by_histograms(ttft_mean_s: float | None, before: Snapshot, after: Snap
 
 
 def within_objective(request: RequestRecord, slo_ttft_s: float, slo_tpot_s: float) -> bool:
-    """Whether a request meets both limits; below 2 tokens there is no TPOT to fail."""
-    if not request.ok or request.ttft_s is None:
+    """Whether a request meets both limits; below 2 tokens there is no TPOT to fail, but an unknown one is not met."""
+    if not request.ok or request.ttft_s is None or request.streamed_tokens is None:
         return False
     return request.ttft_s <= slo_ttft_s and (request.tpot_s is None or request.tpot_s <= slo_tpot_s)
 
@@ -2575,7 +2574,8 @@ def level_figures(
     good = [request for request in requests if request.ok]
     wall_s = max((request.end_s for request in requests), default=0.0)
     tokens = sum(request.output_tokens for request in good)
-    deltas = sum(request.deltas for request in good)
+    streamed = [request for request in good if request.streamed_tokens is not None]
+    deltas = sum(request.deltas for request in streamed)
     within = sum(within_objective(request, slo_ttft_s, slo_tpot_s) for request in good)
     busy_s = math.fsum(request.connect_s + request.ended_s for request in requests)
     per_request = sorted(request.output_tokens for request in good)
@@ -2605,7 +2605,7 @@ def level_figures(
             "p90": percentile(per_request, 90) if per_request else None,
             "max": per_request[-1] if per_request else None,
         },
-        "tokens_per_delta": round(tokens / deltas, 4) if deltas else None,
+        "tokens_per_delta": round(sum(one.streamed_tokens or 0 for one in streamed) / deltas, 4) if deltas else None,
         "prompt_tokens_mean": _mean(_known(request.prompt_tokens for request in good)),
         "cached_tokens_mean": mean_cached(good),
         "token_counts": token_counts(good),
@@ -2613,6 +2613,9 @@ def level_figures(
         "errors": dict(collections.Counter(str(request.error_class) for request in failed)),
         "first_error": min(failed, key=lambda request: request.end_s).error if failed else None,
         "coalesced": sum(request.coalesced for request in good),
+        "unclosed": sum(request.unclosed for request in good),
+        "count_notes": dict(collections.Counter(note for request in good for note in request.count_notes)),
+        "models": tally(request.model for request in good if request.model is not None),
         "drift": drift(good),
     }
 
@@ -2642,7 +2645,6 @@ def run_figures(run: LevelRun) -> dict[str, Any]:
     lags = summary(run.lags_s)
     return {
         "interrupted": run.interrupted,
-        "models": tally(printable(seen.model, MAX_MESSAGE_CHARS) for seen in good if seen.model is not None),
         "chunk_gap_s": chunk_gaps(good),
         "steady_output_tokens_per_s": rate,
         "steady_window_s": window_s,
@@ -2702,106 +2704,79 @@ def level_lines(record: dict[str, Any], aliases: Iterable[str] = (), latency: bo
         f" cached {_figure(record['cached_tokens_mean'], '.1f')}"
         f"  tokens from {counted}  finish {record['finish_reasons']}"
     )
-    error = None if record["first_error"] is None else f"first error: {record['first_error']}"
-    buffered = f"{record['coalesced']} response(s) arrived in under {COALESCED_MOMENTS} pieces: a proxy buffers"
-    latencies = (
-        f"latency mean {_figure(record['e2e_s']['mean'], '.3f')} s  max {_figure(record['e2e_s']['max'], '.3f')} s"
-        f"  total {record['wall_s']:.3f} s  aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
-    )
-    remarks = [quality, error, *_shape_lines(record), server_line(record), gpu_line(record)]
-    remarks += [split_line(record), turns_line(record)]
-    remarks += [models_line(record, aliases), client_warning(record), cached_disagreement(record)]
-    remarks.append(buffered if record["coalesced"] else None)
-    remarks.append("interrupted: this level is not whole" if record["interrupted"] else None)
-    remarks.append(latencies if latency or record["server"] is not None else None)
-    return [speed, *(f"         {line}" for line in remarks if line)]
-
-
-def _shape_lines(record: dict[str, Any]) -> list[str]:
-    """Where ramp and drain are a part of the figures."""
-    lines: list[str] = []
-    if record["requests"] < 2 * record["concurrency"] and not record["interrupted"]:
+    lines = [quality, *_server_lines(record), *_doubts(record, aliases)]
+    if latency or record["server"] is not None:
         lines.append(
+            f"latency mean {_figure(record['e2e_s']['mean'], '.3f')} s  max {_figure(record['e2e_s']['max'], '.3f')} s"
+            f"  total {record['wall_s']:.3f} s  aggregate {_figure(record['output_tokens_per_s'], '.2f')} tok/s"
+        )
+    if record["first_error"] is not None:
+        lines.insert(1, f"first error: {record['first_error']}")
+    return [speed, *(f"         {line}" for line in lines)]
+
+
+def _server_lines(record: dict[str, Any]) -> Iterator[str]:
+    """What the server, its GPU and its responses told beside the answers."""
+    server, gpu, split, turns = (record[name] for name in ("server", "gpu", "ttft_split_s", "by_turn"))
+    if server is not None:
+        told = [f"{key.replace('_', ' ')} {value}" for key, value in server.items() if value is not None]
+        yield "server: " + (", ".join(told) or "says nothing of itself")
+    if gpu is not None:
+        yield (
+            f"gpu: {gpu['name']}  power mean {_figure(gpu['power_w_mean'], '.1f')} W"
+            f"  up to {_figure(gpu['temperature_c_max'], '.0f')} C"
+            f"  SM clock down to {_figure(gpu['sm_clock_mhz_min'], '.0f')} MHz"
+            f"  memory {_figure(gpu['memory_used_mib_max'], '.0f')} MiB"
+            f"  {_figure(gpu['tokens_per_joule'], '.2f')} tokens/J"
+        )
+    if split is not None:  # means add up, medians do not
+        parts = "  ".join(f"{name} {_figure(split[name]['mean'], '.3f')}" for name in ("queue", "prefill", "rest"))
+        yield f"TTFT mean split: {parts}"
+    if turns is not None:
+        ttfts = " ".join(_figure(turn["ttft_p50_s"], ".3f") for turn in turns)
+        cached = (_figure(turn["cached_tokens_mean"], ".0f") for turn in turns)
+        prompts = (_figure(turn["prompt_tokens_mean"], ".0f") for turn in turns)
+        yield f"by turn: TTFT p50 {ttfts} s  cached/prompt {' '.join(map('/'.join, zip(cached, prompts)))} tok"
+
+
+def _doubts(record: dict[str, Any], aliases: Iterable[str]) -> Iterator[str]:
+    """Where a figure may not be what it seems."""
+    if record["interrupted"]:
+        yield "interrupted: this level is not whole"
+    elif record["requests"] < 2 * record["concurrency"]:
+        yield (
             f"under two rounds ({record['requests']} requests for {record['concurrency']} workers): "
             "ramp and drain are in all figures; --min-rounds 4 gives a curve"
         )
     steady, whole = record["steady_output_tokens_per_s"], record["output_tokens_per_s"]
     if steady and whole and abs(steady / whole - 1) > STEADY_DIFFERENCE:
-        change = (whole / steady - 1) * 100
-        lines.append(
+        yield (
             f"steady state {steady:.2f} tok/s over {record['steady_window_s']:.2f} s; "
-            f"the whole level, with ramp and drain, {change:+.1f} %"
+            f"the whole level, with ramp and drain, {(whole / steady - 1) * 100:+.1f} %"
         )
-    return lines
-
-
-def server_line(record: dict[str, Any]) -> str | None:
-    """One line of what the server said of itself, where --sample asked it."""
-    server = record["server"]
-    if server is None:
-        return None
-    told = [f"{key.replace('_', ' ')} {value}" for key, value in server.items() if value is not None]
-    return "server: " + (", ".join(told) if told else "says nothing of itself")
-
-
-def gpu_line(record: dict[str, Any]) -> str | None:
-    """One line of the GPU, where --sample could ask nvidia-smi."""
-    gpu = record["gpu"]
-    if gpu is None:
-        return None
-    return (
-        f"gpu: {gpu['name']}  power mean {_figure(gpu['power_w_mean'], '.1f')} W"
-        f"  up to {_figure(gpu['temperature_c_max'], '.0f')} C"
-        f"  SM clock down to {_figure(gpu['sm_clock_mhz_min'], '.0f')} MHz"
-        f"  memory {_figure(gpu['memory_used_mib_max'], '.0f')} MiB  {_figure(gpu['tokens_per_joule'], '.2f')} tokens/J"
-    )
-
-
-def split_line(record: dict[str, Any]) -> str | None:
-    """One line of where the time to first token went."""
-    split = record["ttft_split_s"]
-    if split is None:
-        return None
-    parts = "  ".join(f"{name} {_figure(split[name]['mean'], '.3f')}" for name in ("queue", "prefill", "rest"))
-    return f"TTFT mean split: {parts}"  # means add up, medians do not
-
-
-def turns_line(record: dict[str, Any]) -> str | None:
-    """One line of how TTFT and cached tokens go with the turn of a conversation."""
-    if record["by_turn"] is None:
-        return None
-    ttfts = " ".join(_figure(turn["ttft_p50_s"], ".3f") for turn in record["by_turn"])
-    cached = " ".join(
-        f"{_figure(turn['cached_tokens_mean'], '.0f')}/{_figure(turn['prompt_tokens_mean'], '.0f')}"
-        for turn in record["by_turn"]
-    )
-    return f"by turn: TTFT p50 {ttfts} s  cached/prompt {cached} tok"
-
-
-def models_line(record: dict[str, Any], aliases: Iterable[str]) -> str | None:
-    """A line where responses named several models, or another than was asked for by more than its path or a known
-    alias."""
     named: dict[str, int] = record["models"]
-    known = {name.rpartition("/")[2] for name in (record["model"], *aliases)}
-    if len(named) < 2 and all(name.rpartition("/")[2] in known for name in named):
-        return None
-    told = ", ".join(f"{name} {count}" for name, count in named.items())
-    return f"answered by {told}, asked for {record['model']}: is it the model you mean to measure?"
-
-
-def cached_disagreement(record: dict[str, Any]) -> str | None:
-    """A line where the cached tokens that the responses name are not those that the engine counted."""
-    server = record["server"]
-    counted = None if server is None else server["cached_tokens"]
-    if counted is None or record["failed"] or record["interrupted"] or record["cached_tokens_mean"] is None:
-        return None
-    told = round(record["cached_tokens_mean"] * record["completed"])
-    prompts = round((record["prompt_tokens_mean"] or 0) * record["completed"])
-    if abs(told - counted) <= max(CACHED_DISAGREEMENT * prompts, 1):
-        return None
-    return (
-        f"cached tokens disagree: the responses say {told}, the server's counter {counted} (of {prompts} prompt tokens)"
-    )
+    known = {name.rpartition("/")[2] for name in (record["model"], *aliases)}  # a path before a name is no other model
+    if len(named) > 1 or any(name.rpartition("/")[2] not in known for name in named):
+        told = ", ".join(f"{name} {count}" for name, count in named.items())
+        yield f"answered by {told}, asked for {record['model']}: is it the model you mean to measure?"
+    for note, count in record["count_notes"].items():
+        yield f"{count} response(s): {note}"
+    if record["unclosed"]:
+        yield f"{record['unclosed']} response(s) ended without closing: up to {TAIL_GRACE_S:g} s each were waited"
+    if record["coalesced"]:
+        yield f"{record['coalesced']} response(s) arrived in under {COALESCED_MOMENTS} pieces: a proxy buffers"
+    counted = None if record["server"] is None else record["server"]["cached_tokens"]
+    if counted is not None and record["cached_tokens_mean"] is not None and record["completed"] == record["requests"]:
+        cached = round(record["cached_tokens_mean"] * record["completed"])
+        prompts = round((record["prompt_tokens_mean"] or 0) * record["completed"])
+        if not record["interrupted"] and abs(cached - counted) > max(CACHED_DISAGREEMENT * prompts, 1):
+            yield (
+                f"cached tokens disagree: the responses say {cached}, the server's counter {counted} "
+                f"(of {prompts} prompt tokens)"
+            )
+    warning = client_warning(record)
+    if warning is not None:
+        yield warning
 
 
 # ---------------------------------------------------------------- notebook
@@ -3060,6 +3035,9 @@ def _number(kind: Callable[[str], Any], what: str, least: float, above: bool = F
 
 _count = _number(int, "a whole number of at least 1", 1)
 _count_or_0 = _number(int, "a whole number of at least 0", 0)
+_whole = _number(int, "a whole number", -MAX_SETTING)
+_zero_or_more = _number(float, "a number of at least 0", 0)
+_above_0 = _number(float, "a number above 0", 0, above=True)
 _seconds = _number(float, "a number of seconds above 0", 0, above=True)
 
 
@@ -3129,16 +3107,11 @@ def parse_extra_body(text: str) -> dict[str, Any]:
             raise ValueError(digits)
         return int(digits)
 
-    try:
-        body = json.loads(text, parse_constant=refuse, parse_int=whole)
-        too_deep = nesting(body) > MAX_NESTING
-        json.dumps(body, allow_nan=False)  # 1e999 is no number either
-    except RecursionError:
-        body, too_deep = None, True
-    except ValueError:
-        body, too_deep = None, False
-    if too_deep:
-        raise argparse.ArgumentTypeError(f"that JSON is nested over {MAX_NESTING} deep")
+    body = None
+    with contextlib.suppress(ValueError, RecursionError):
+        given = json.loads(text, parse_constant=refuse, parse_int=whole)
+        json.dumps(given, allow_nan=False)  # 1e999 is no number either
+        body = given if nesting(given) <= MAX_NESTING else None
     if not isinstance(body, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"ignore_eos\": true}}'")
     for name in body:
@@ -3153,120 +3126,91 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 def parse_renaming(text: str) -> tuple[str, str | None]:
     """One of our own fields and what it is called instead; None: it is left out."""
     old, equals, new = text.partition("=")
-    if (
-        old not in RENAMED_FIELDS
-        or not equals
-        or not re.fullmatch(r"\w*", new)
-        or new in OWN_FIELDS.keys() - {MAX_FIELD}
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not FIELD=NAME, with one of {', '.join(RENAMED_FIELDS)} as FIELD"
-        )
+    taken = OWN_FIELDS.keys() - {MAX_FIELD}
+    if old not in RENAMED_FIELDS or not equals or not re.fullmatch(r"\w*", new) or new in taken:
+        raise argparse.ArgumentTypeError(f"{text!r}: FIELD=NAME renames {', '.join(RENAMED_FIELDS)}")
     if old == "max_tokens" and not new:
         raise argparse.ArgumentTypeError("max_tokens may be renamed, not left out: answers would have no limit")
     return old, new or None
 
 
-def _option(spec: str, default: Any, what: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
+RENAME_HELP = (
+    "send max_tokens, temperature or stream_options under another name, or without NAME not at all: for servers that "
+    f"refuse it, as in max_tokens={MAX_FIELD}"
+)
+HEADER_HELP = (
+    "further request header; its value is blanked out of all output where the name looks like a secret's "
+    f"(auth, key, token ...) or the value has at least {SECRET_CHARS} characters"
+)
+WARMUP_HELP = f"requests sent and discarded first; auto: until TPOT has settled, at most {WARMUP_MOST}"
+UNTIL_HELP = (
+    f"repeat the ladder {LEAST_REPEATS} to N times (without --repeat {MOST_REPEATS}), until the mean output throughput "
+    "of each level is known to +- PCT %% (95 %% interval)"
+)
+SEARCH_HELP = f"then search the highest level inside the SLO, up to MAX (without it {SEARCH_MOST})"
+
+
+def _option(spec: str, default: Any, what: str, read: Callable[[str], Any] | None = None, **more: Any) -> Any:
     """One option: "--name VALUE" (without VALUE a flag), its default, its line in --help, what reads its value."""
     flag, _, value = spec.partition(" ")
     if not value:
-        return dataclasses.field(default=False, metadata={"flag": flag, "action": "store_true", "help": what, **more})
+        return dataclasses.field(default=False, metadata={"flag": flag, "action": "store_true", "help": what})
     shown = what if default in (None, ()) else f"{what} (default: %(default)s)"
-    reading = {"flag": flag, "metavar": value, "type": type, "help": shown, **more}
+    reading = {"flag": flag, "metavar": value, "type": read, "help": shown, **more}
     return dataclasses.field(default=default, metadata=reading)
+
+
+GROUPS = {  # the first option of each -> its heading in --help
+    "base_url": "the server and what it is sent",
+    "concurrency": "the load",
+    "label": "what the record says of the server",
+    "labbook": "output",
+    "wait_ready_s": "before, during and after the load",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command line, checked. A field made by `_option` is an option, in the group whose name stands last before
-    it; those above them follow from several options."""
+    """The command line, checked. A field made by `_option` is an option; those above them follow from several."""
 
     target: Target
     headers: tuple[tuple[str, str], ...]
     secrets: Secrets
     prompts: tuple[Prompt, ...] | None
 
-    base_url: str = _option(
-        "--base-url URL", "http://127.0.0.1:8000/v1", "with or without /v1", group="the server and what it is sent"
-    )
-    model: str | None = _option(
-        "--model NAME", None, "model name to send (default: the single one of /v1/models)", parse_text
-    )
+    base_url: str = _option("--base-url URL", "http://127.0.0.1:8000/v1", "the server, with or without /v1")
+    model: str | None = _option("--model NAME", None, "name to send (default: the only one of /v1/models)", parse_text)
     max_tokens: int = _option("--max-tokens N", 128, "output limit of a request", _count)
-    temperature: float | None = _option(
-        "--temperature T", 0.0, "for sampling", _number(float, "a number of at least 0", 0)
-    )
+    temperature: float | None = _option("--temperature T", 0.0, "sampling temperature", _zero_or_more)
     extra_body: Mapping[str, Any] | None = _option(
         "--extra-body JSON", None, "object merged into every request", parse_extra_body
     )
     rename_field: Sequence[tuple[str, str | None]] = _option(
-        "--rename-field FIELD=[NAME]",
-        (),
-        "send max_tokens, temperature or stream_options under another name, or without NAME not at all: for servers "
-        f"that refuse it, as in max_tokens={MAX_FIELD}",
-        parse_renaming,
-        action="append",
+        "--rename-field FIELD=[NAME]", (), RENAME_HELP, parse_renaming, action="append"
     )
     no_thinking: bool = _option("--no-thinking", False, "ask the chat template for an answer without reasoning")
     header: Sequence[tuple[str, str]] = _option(
-        "--header 'NAME: VALUE'",
-        (),
-        "further request header; its value is blanked out of all output where the name looks like a secret's "
-        f"(auth, key, token ...) or the value has at least {SECRET_CHARS} characters",
-        parse_header,
-        action="append",
+        "--header 'NAME: VALUE'", (), HEADER_HELP, parse_header, action="append"
     )
     api_key_env: str = _option("--api-key-env NAME", "LOADTEST_API_KEY", "variable that holds the key")
     timeout_s: float = _option("--timeout S", 300.0, "seconds without a token", _seconds)
 
-    concurrency: tuple[int, ...] = _option(
-        "--concurrency LEVELS", "1,5,10,20", "requests in flight", parse_levels, group="the load"
-    )
+    concurrency: tuple[int, ...] = _option("--concurrency LEVELS", "1,5,10,20", "requests in flight", parse_levels)
     requests: int = _option("--requests N", 40, "requests a level, at least", _count)
     min_rounds: int = _option("--min-rounds N", 0, "at least N x concurrency requests a level", _count_or_0)
+    duration_s: float | None = _option("--duration S", None, "or: hand out requests for S seconds a level", _seconds)
+    turns: int | None = _option("--turns N", None, "conversations of N questions, each with all before it", _count)
     prompt_set: str = _option("--prompt-set SET", None, "built-in prompts (default: mixed)", choices=PROMPT_SETS)
-    prompts_file: str | None = _option(
-        "--prompts FILE", None, 'own prompts: one a line, or JSON lines with "prompt" or "messages"'
-    )
-    seed: int | None = _option(
-        "--seed N",
-        None,
-        "make the random tags repeatable (default: new ones every run)",
-        _number(int, "a whole number", -MAX_SETTING),
-    )
-    warmup: int | None = _option(
-        "--warmup N",
-        1,
-        f"requests sent and discarded first; auto: until TPOT has settled, at most {WARMUP_MOST}",
-        parse_warmup,
-    )
+    prompts_file: str | None = _option("--prompts FILE", None, "own ones: one a line, or JSON lines with a prompt")
+    seed: int | None = _option("--seed N", None, "make the random tags repeatable", _whole)
+    warmup: int | None = _option("--warmup N", 1, WARMUP_HELP, parse_warmup)
     repeat: int = _option("--repeat N", 1, "run the ladder N times, interleaved", _count)
-    until: float | None = _option(
-        "--until PCT",
-        None,
-        "repeat the ladder until the mean output throughput of each level is known to +- PCT %% (95 %% interval), "
-        f"{LEAST_REPEATS} to N times (without --repeat N: {MOST_REPEATS})",
-        _number(float, "a number of per cent above 0", 0, above=True),
-    )
+    until: float | None = _option("--until PCT", None, UNTIL_HELP, _above_0)
     search: int | None = _option(
-        "--find-operating-point [MAX]",
-        None,
-        f"after the ladder, search the highest level inside the SLO, up to MAX (without it {SEARCH_MOST})",
-        _count,
-        nargs="?",
-        const=SEARCH_MOST,
-    )
-    duration_s: float | None = _option(
-        "--duration S", None, "a level hands out requests for S seconds, instead of a number of them", _seconds
-    )
-    turns: int | None = _option(
-        "--turns N", None, "each worker holds conversations of N questions, each sent with all that was said", _count
+        "--find-operating-point [MAX]", None, SEARCH_HELP, _count, nargs="?", const=SEARCH_MOST
     )
 
-    label: str = _option(
-        "--label NAME", "run", "name of the sweep, one word", parse_label, group="what the record says of the server"
-    )
+    label: str = _option("--label NAME", "run", "name of the sweep, one word", parse_label)
     engine: str = _option("--engine NAME", "unknown", "llama.cpp, vllm, mlx-lm ...", parse_text)
     engine_version: str = _option("--engine-version TEXT", "unknown", "its version", parse_text)
     host: str = _option("--host-desc TEXT", "unknown", "the machine", parse_text)
@@ -3276,28 +3220,18 @@ class Options:
     slo_ttft_s: float = _option("--slo-ttft S", 2.0, "SLO for TTFT", _seconds)
     slo_tpot_s: float = _option("--slo-tpot S", 0.1, "SLO for TPOT", _seconds)
 
-    labbook: str = _option("--labbook FILE", "labbook.md", "notebook to append to", group="output")
+    labbook: str = _option("--labbook FILE", "labbook.md", "notebook to append to")
     raw: str | None = _option("--raw FILE", None, "append one JSON line per request")
     json: bool = _option("--json", False, "only level records on stdout, other text on stderr")
     per_request: bool = _option("--per-request", False, "a line per request as it ends: latency, tokens, tokens/s")
     quiet: bool = _option("--quiet", False, "print nothing but errors and warnings")
 
-    wait_ready_s: float | None = _option(
-        "--wait-ready S",
-        None,
-        "first wait up to S seconds for a real completion",
-        _seconds,
-        group="before, during and after the load",
-    )
+    wait_ready_s: float | None = _option("--wait-ready S", None, "wait up to S seconds for a real completion", _seconds)
     probe: bool = _option("--probe", False, "send one request, show what came, measure nothing")
     calibrate: bool = _option("--calibrate", False, "first measure this client against a server that costs nothing")
-    sample_s: float | None = _option(
-        "--sample S", None, "read /slots, /metrics and nvidia-smi every S seconds", _seconds
-    )
+    sample_s: float | None = _option("--sample S", None, "every S seconds read /slots, /metrics, nvidia-smi", _seconds)
     stop_at_slo: bool = _option("--stop-at-slo", False, "no higher level once a level's p90s leave the SLO")
-    recovery_check: bool = _option(
-        "--recovery-check", False, "at the end: is the server idle, does it answer a fresh request?"
-    )
+    recovery_check: bool = _option("--recovery-check", False, "at the end: is it idle, does it answer once more?")
 
     def requests_at(self, concurrency: int) -> int:
         """How many requests a level has, in whole conversations."""
@@ -3331,8 +3265,7 @@ def build_parser() -> _Parser:
     for field in dataclasses.fields(Options):
         if field.metadata:
             settings = dict(field.metadata)
-            if "group" in settings:
-                group = parser.add_argument_group(settings.pop("group"))
+            group = parser.add_argument_group(GROUPS[field.name]) if field.name in GROUPS else group
             default = list(field.default) if field.default == () else field.default  # argparse appends to a copy
             group.add_argument(settings.pop("flag"), dest=field.name, default=default, **settings)
     parser.add_argument("--version", action="version", version=f"load_test.py {TOOL_VERSION}")
@@ -3672,16 +3605,10 @@ async def probe(service: Service, messages: Messages, console: Console) -> None:
     console.say("  probe passed")
 
 
-class WarmUp(NamedTuple):
-    """How many requests were sent before the load, and whether TPOT had settled by then (None: nobody looked)."""
-
-    requests: int
-    settled: bool | None
-
-
-async def warm_up(service: Service, console: Console) -> WarmUp:
+async def warm_up(service: Service, console: Console) -> dict[str, Any]:
     """Short requests that share no text with the prompt sets, thrown away: a number of them sent together, or, with
-    `auto`, one at a time until TPOT has settled. Raises ServerFault where every one was refused."""
+    `auto`, one at a time until TPOT has settled: what the record says of it. Raises ServerFault where every one was
+    refused."""
     count, together = service.options.warmup, max(service.options.concurrency)
     seen: list[Observation] = []
     settled: bool | None = None
@@ -3707,7 +3634,7 @@ async def warm_up(service: Service, console: Console) -> WarmUp:
         raise ServerFault(
             f"every warm-up request was refused at {service.options.target.base_url}; nothing was measured"
         )
-    return WarmUp(len(seen), settled)
+    return {"warmup": len(seen), "warmup_settled": settled}
 
 
 async def recovery_check(service: Service, watch: ServerWatch, console: Console) -> dict[str, Any]:
@@ -3735,16 +3662,10 @@ async def recovery_check(service: Service, watch: ServerWatch, console: Console)
 NULL_SERVER = "--null-server"  # not an option
 
 
-class Floor(NamedTuple):
-    """What this client costs against a server that costs nothing, at one level."""
-
-    us_per_delta: float | None
-    ttft_s: float | None
-
-
-async def calibrate(options: Options, stop: asyncio.Future[None], console: Console) -> dict[int, Floor]:
-    """Measure this client alone: the same ladder against a null server. Raises ClientFault."""
-    floors: dict[int, Floor] = {}
+async def calibrate(options: Options, stop: asyncio.Future[None], console: Console) -> dict[int, dict[str, Any]]:
+    """Measure this client alone, the same ladder against a null server: by level, the floors of the `client` object.
+    Raises ClientFault."""
+    floors: dict[int, dict[str, Any]] = {}
     command = [sys.executable, os.path.abspath(__file__), NULL_SERVER]
     try:
         # in a session of its own: a terminal's Ctrl-C is ours alone, and it ends with its stdin
@@ -3766,11 +3687,11 @@ async def calibrate(options: Options, stop: asyncio.Future[None], console: Conso
             requests = [item.seen.record(item.index, run.started_at) for item in run.finished]
             deltas = sum(request.deltas for request in requests)
             ttft_s = summary(_known(request.ttft_s for request in requests))["p50"]
-            floor = Floor(round(run.cpu_s * 1e6 / deltas, 3) if deltas else None, ttft_s)
-            floors[concurrency] = floor
+            us_per_delta = round(run.cpu_s * 1e6 / deltas, 3) if deltas else None
+            floors[concurrency] = {"floor_us_per_delta": us_per_delta, "floor_ttft_s": ttft_s}
             console.say(
-                f"  c={concurrency:>3}  null server: client {_figure(floor.us_per_delta, '.2f')} us CPU per delta "
-                f"(connections included), TTFT p50 {_figure(floor.ttft_s, '.4f')} s"
+                f"  c={concurrency:>3}  null server: client {_figure(us_per_delta, '.2f')} us CPU per delta "
+                f"(connections included), TTFT p50 {_figure(ttft_s, '.4f')} s"
             )
     finally:
         process.kill()
@@ -3825,11 +3746,6 @@ RECORDED = (
 )
 
 
-def local_time() -> str:
-    """This moment in local time with its offset, ISO 8601."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-
-
 def prompts_of(options: Options) -> Callable[[int], Prompt]:
     """The prompt of request number `index`, counted through the level."""
     given = options.prompts
@@ -3863,7 +3779,7 @@ class Files:
             "schema": SCHEMA,
             "tool_version": TOOL_VERSION,
             "run_id": self.run_id,
-            "recorded_at": local_time(),
+            "recorded_at": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         }
 
     def write_level(self, record: dict[str, Any], requests: Sequence[RequestRecord]) -> None:
@@ -3958,10 +3874,10 @@ class Load:
         self.prompt_of = prompts_of(self.options)
         self.follow_up = follow_ups_of(self.options)
         self.records: list[dict[str, Any]] = []  # of whole levels
-        self.warmup = WarmUp(0, None)
+        self.warmup: dict[str, Any] = {}
         self.watch: ServerWatch | None = None  # these two where --sample asks for them
         self.gpu: GpuWatch | None = None
-        self.floors: dict[int, Floor] = {}
+        self.floors: dict[int, dict[str, Any]] = {}
 
     async def ladder(self) -> None:
         """Every level, `repeat` times over, with --until perhaps fewer. Raises ServerFault where one completes no
@@ -4083,11 +3999,11 @@ class Load:
             **self.files.identity(),
             **{name: getattr(options, name) for name in RECORDED},
             **marks,
-            "warmup": self.warmup.requests,
-            "warmup_settled": self.warmup.settled,
+            **self.warmup,
             "model": self.service.model,
             "base_url": options.target.base_url,
             "extra_body": options.extra_body,
+            "prompt_text": prompt_text(options.prompt_set),
             "arrival": "closed-loop",
             "concurrency": run.concurrency,
             **level_figures(requests, run.concurrency, options.slo_ttft_s, options.slo_tpot_s),
@@ -4100,20 +4016,17 @@ class Load:
         }
         if options.turns is not None:
             record["by_turn"] = by_turn([(item.turn, request) for item, request in zip(finished, requests)])
-        if run.concurrency in self.floors:
-            floor = self.floors[run.concurrency]
-            record["client"].update(floor_us_per_delta=floor.us_per_delta, floor_ttft_s=floor.ttft_s)
-        with self.extra("the server's figures"):
+        record["client"].update(self.floors.get(run.concurrency, {}))
+        with self.extra("what the server tells"):
+            record["prefill_tokens_per_s"] = prefill_rate(good, before, after)
+            record["ttft_split_s"] = split_by_timings(good)
+            if record["ttft_split_s"] is None:
+                record["ttft_split_s"] = split_by_histograms(record["ttft_s"]["mean"], before, after)
             if self.watch is not None:
                 record["server"] = server_figures(before, self.watch.snapshots, after)
-        with self.extra("the GPU's figures"):
             if self.gpu is not None:
                 lines = self.gpu.between(run.started_at, run.started_at + record["wall_s"])
                 record["gpu"] = gpu_figures(lines, record["output_tokens"], record["wall_s"])
-        with self.extra("the split of TTFT"):
-            split = split_by_timings(good)
-            record["ttft_split_s"] = split or split_by_histograms(record["ttft_s"]["mean"], before, after)
-            record["prefill_tokens_per_s"] = prefill_rate(good, before, after)
         self.files.write_level(record, requests)
         if not run.interrupted:
             self.records.append(record)

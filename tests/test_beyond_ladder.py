@@ -447,7 +447,7 @@ def test_what_nvidia_smi_printed_is_read_or_left_out(lines: Sequence[str], expec
 
 
 STAND_INS = {  # what a program of that name does, and whether there is a figure then
-    "prints": ("print('0, Stand-in, 100.0, 50, 1500, 1000', flush=True)\ntime.sleep(60)", True),
+    "prints": ("while True: print('0, Stand-in, 100.0, 50, 1500, 1000', flush=True); time.sleep(0.02)", True),
     "prints nonsense": ("print('no GPU here', flush=True)\ntime.sleep(60)", False),
     "prints one endless line": ("while True: print('x' * 5000, end='', flush=True)", False),
     "ends": ("sys.exit(9)", False),
@@ -484,7 +484,7 @@ def test_no_nvidia_smi_disturbs_a_level(stand_in: str, tmp_path: Path, monkeypat
     def answer(request: Request) -> list[Step]:
         if not request.is_chat:
             return [plain("404 X", "")]
-        return [CHUNKED, *([came] if told else []), whole_stream()[len(CHUNKED) :]]
+        return [CHUNKED, *([came.clear, came] if told else []), whole_stream()[len(CHUNKED) :]]
 
     with FakeServer(answer) as server:
         result = load(server, tmp_path, "--sample", 5, "--requests", 2)
