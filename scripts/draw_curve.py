@@ -3,7 +3,8 @@
 
 Throughput against requests in flight, with the decode-bound curve of the fit, its ceiling, the knee and the operating
 point; TTFT and TPOT, p50 and p90, with their SLO. The output of --compare --json puts two labels into the same frames.
-The page says the answer first, then shows the picture, tables and settings; it needs no network and no script.
+The page says the answer first, then shows the picture, tables and settings; it needs no network and no script. Its
+sentences are those of summarise_load.py, which must stand in the folder above this one.
 
 Examples:
   python3 summarise_load.py --label llama-baseline --json | python3 scripts/draw_curve.py --svg curve.svg
@@ -25,7 +26,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Callable, NamedTuple, NoReturn
 
-TOOL_VERSION = "2.0.0"  # the same in all programs
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), os.pardir))
+try:
+    import summarise_load as analyser
+except ImportError:
+    sys.exit("draw_curve.py: summarise_load.py is missing from the folder above this script")
 
 WIDE, NARROW = 880, 360  # pixels: a page or a slide; a phone, where the wide picture's text would shrink to 5 pixels
 LEFT, RIGHT = 64, 16  # room for tick labels, and beside the last point
@@ -468,35 +473,28 @@ figcaption, .soft { color: var(--soft); font-size: 0.9rem; }
 @media print { body { margin: 0; max-width: none; } section, figure { break-inside: avoid; } }
 """
 
-Column = tuple[str, str, str]  # heading, dotted path in a level, format
-COLUMNS: tuple[Column, ...] = (
-    ("out tok/s", "output_tokens_per_s", ".1f"),
-    ("steady tok/s", "steady_output_tokens_per_s", ".1f"),
-    ("decode-bound tok/s", "decode_bound_output_tokens_per_s", ".1f"),
-    ("scaling", "scaling", ".2f"),
-    ("req/s", "requests_per_s", ".3f"),
-    ("goodput", "goodput_requests_per_s", ".3f"),
-    ("TTFT p50 s", "ttft_s.p50", ".3f"),
-    ("TTFT p90 s", "ttft_s.p90", ".3f"),
-    ("TPOT p50 s", "tpot_s.p50", ".4f"),
-    ("TPOT p90 s", "tpot_s.p90", ".4f"),
-    ("in flight", "mean_in_flight", ".1f"),
-    ("cached", "cached_tokens_mean", ".1f"),
-)
-GPU_COLUMNS: tuple[Column, ...] = (
-    ("power W, mean", "gpu.power_w_mean", ".0f"),
-    ("temperature \u00b0C, max", "gpu.temperature_c_max", ".0f"),
-    ("SM clock MHz, min", "gpu.sm_clock_mhz_min", ".0f"),
-    ("memory MiB, max", "gpu.memory_used_mib_max", ".0f"),
-    ("tokens per joule", "gpu.tokens_per_joule", ".3f"),
-)
-RATIO_COLUMNS: tuple[Column, ...] = (
-    ("A tok/s", "output_tokens_per_s.a", ".1f"),
-    ("B tok/s", "output_tokens_per_s.b", ".1f"),
-    ("B/A", "output_tokens_per_s.ratio", ".2f"),
-    ("95 % from", "output_tokens_per_s.low", ".2f"),
-    ("to", "output_tokens_per_s.high", ".2f"),
-)
+Column = tuple[str, str, int]  # heading, dotted path in a level, decimals
+COLUMNS: list[Column] = [
+    (column.heading, column.path, column.decimals) for column in analyser.COLUMNS if "table" in column.flags
+]
+COLUMNS.insert(1, ("steady state", "steady_output_tokens_per_s", 1))
+GPU_COLUMNS: list[Column] = [
+    ("power W, mean", "gpu.power_w_mean", 0),
+    ("temperature \u00b0C, max", "gpu.temperature_c_max", 0),
+    ("SM clock MHz, min", "gpu.sm_clock_mhz_min", 0),
+    ("memory MiB, max", "gpu.memory_used_mib_max", 0),
+    ("tokens per joule", "gpu.tokens_per_joule", 3),
+]
+RATE_COLUMNS: list[Column] = [
+    (heading, f"output_tokens_per_s.{key}", decimals)
+    for heading, key, decimals in (
+        ("A tok/s", "a", 1),
+        ("B tok/s", "b", 1),
+        ("B/A", "ratio", 2),
+        ("95 % from", "low", 2),
+        ("to", "high", 2),
+    )
+]
 
 METHOD = (
     "Each level keeps c requests in flight until its queue is empty (closed loop): a slow server is offered less "
@@ -540,51 +538,24 @@ def figures_table(levels: Sequence[dict[str, Any]], columns: Sequence[Column], c
     used = [column for column in columns if any(number(dig(level, column[1])) is not None for level in levels)]
     rows = []
     for level in levels:
-        cells = [clean(level["c"])]
-        if counts:
-            cells.append(
-                clean(f"{shown_or_na(level.get('completed'), '.6g')}/{shown_or_na(level.get('requests'), '.6g')}")
-            )
-        rows.append(cells + [shown_or_na(dig(level, path), form) for _, path, form in used])
-    return table(["c", *(["ok"] if counts else []), *(name for name, _, _ in used)], rows) if used else ""
+        ok = [f"{level['completed']:g}/{level['requests']:g}"] if counts else []
+        figures = [(number(dig(level, path)), decimals) for _, path, decimals in used]
+        cells = ("-" if value is None else f"{value:.{decimals}f}" for value, decimals in figures)
+        rows.append([clean(level["c"]), *ok, *cells])
+    return table(["c", *(["ok"] if counts else []), *(heading for heading, _, _ in used)], rows) if used else ""
 
 
-def shown_or_na(value: Any, form: str) -> str:
-    return "n/a" if number(value) is None else format(value, form)
-
-
-def derived_lines(curve: dict[str, Any]) -> list[str]:
-    """Knee, fit, ceiling and operating point in the words of summarise_load.py."""
-    between, fit = dig(curve, "knee.between"), curve.get("fit") or {}
-    lines = [f"knee: between c={between[0]} and c={between[1]}" if between else "knee: not reached"]
-    a_ms, b_ms, residual = (number(fit.get(key)) for key in ("a_ms", "b_ms", "largest_residual"))
-    if a_ms is not None and b_ms is not None:
-        used = ",".join(map(str, fit.get("levels") or []))
-        worst = "" if residual is None else f", largest residual {100 * residual:.1f} %"
-        lines.append(f"TPOT p50 ~ {a_ms:.2f} ms + {b_ms:.3f} ms x c (levels {used}{worst})")
-    for key, words in (
-        ("ceiling_tokens_per_s", "ceiling {:.1f} tok/s (1/b)"),
-        ("c_at_slo", "TPOT SLO met at c = {:.1f}"),
-    ):
-        value, note = number(fit.get(key)), fit.get(key.replace("_tokens_per_s", "") + "_note")
-        if value is not None:
-            lines.append(words.format(value) + (f", {note}" if note else ""))
-    chosen = curve.get("operating_point")
-    return [*lines, f"operating point: {'none' if chosen is None else f'c={chosen}'}"]
-
-
-def statement(one: dict[str, Any]) -> str:
-    advice = f". <em>Try:</em> {clean(one['advice'])}." if one.get("advice") else ""
-    return clean(one.get("text") or "") + advice
-
-
-def reading_section(curve: dict[str, Any], label: str) -> str:
-    """The shapes that the figures show, with what to try; then what else is to be known of them."""
-    shapes, notes = (
-        items(statement(one) for one in curve.get("statements") or [] if one.get("status") == status)
-        for status in ("READING", "NOTE")
-    )
-    return section(f"Reading of {label}", shapes, f'<div class="soft">{notes}</div>' if notes else "")
+def curve_sections(curve: dict[str, Any]) -> list[str]:
+    """Levels, what follows from them, GPU and reading of one label."""
+    label = clean(curve["label"])
+    notes, shapes = (items(map(clean, analyser.statement_lines(curve, status))) for status in ("NOTE", "READING"))
+    units = '<p class="soft">Throughput in tokens per second, TTFT and TPOT in seconds.</p>'
+    levels = figures_table(curve["levels"], COLUMNS, counts=True)
+    return [
+        section(f"Levels of {label}", levels, units, items(map(clean, analyser.derived_lines(curve)))),
+        gpu_section(curve, label),
+        section(f"Reading of {label}", shapes, f'<div class="soft">{notes}</div>' if notes else ""),
+    ]
 
 
 def gpu_section(curve: dict[str, Any], label: str) -> str:
@@ -600,8 +571,8 @@ def comparison_section(document: dict[str, Any]) -> str:
     for verdict, words in verdicts.items():
         levels = ",".join(clean(row["c"]) for row in rows if dig(row, "output_tokens_per_s.different") is verdict)
         said += [f"c={levels}: {words}"] if levels else []
-    said += [statement(one) for one in document.get("statements") or []]
-    return section("Comparison (A first, B second)", figures_table(rows, RATIO_COLUMNS), items(said))
+    said += [clean(one["text"]) for one in document["statements"]]
+    return section("Comparison (A first, B second)", figures_table(rows, RATE_COLUMNS), items(said))
 
 
 def settings_section(curves: Sequence[dict[str, Any]]) -> str:
@@ -616,7 +587,7 @@ def settings_section(curves: Sequence[dict[str, Any]]) -> str:
 def check_section(check: Any) -> str:
     if not isinstance(check, dict):
         return ""
-    rows = [[clean(one["status"]), clean(one["code"]), statement(one)] for one in check["statements"]]
+    rows = [[clean(one["status"]), clean(one["code"]), clean(one["text"])] for one in check["statements"]]
     counts = f"<p>{check.get('pass')} pass, {check.get('warn')} warn, {check.get('fail')} fail</p>"
     return section("Check of the notebook", counts, table(["verdict", "rule", "finding"], rows, "words"))
 
@@ -634,11 +605,7 @@ def page(document: dict[str, Any]) -> str:
     if len(curves) > 1:
         parts.append(comparison_section(document))
     for curve in curves:
-        label = clean(curve["label"])
-        derived = items(clean(words) for words in derived_lines(curve))
-        parts.append(section(f"Levels of {label}", figures_table(curve["levels"], COLUMNS, counts=True), derived))
-        parts.append(gpu_section(curve, label))
-        parts.append(reading_section(curve, label))
+        parts += curve_sections(curve)
     parts += [settings_section(curves), check_section(curves[0].get("check"))]
     parts.append(section("Method", f'<p class="soft">{clean(METHOD)}</p>'))
     return (
@@ -699,17 +666,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", metavar="JSON", help="file to read (default: standard input)")
     parser.add_argument("--svg", metavar="FILE", help="write the picture there")
     parser.add_argument("--html", metavar="FILE", help="write the page there")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {TOOL_VERSION}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {analyser.TOOL_VERSION}")
     try:
         args = parser.parse_args(argv)
         if args.svg is None and args.html is None:
             raise UsageError("name a file to write: --svg FILE, --html FILE or both")
         document = read_document(args.file)
         curves = curves_of(document)
+        try:
+            picture = svg(curves)
+            html = page(document) if args.html is not None else ""
+        except (KeyError, TypeError, ValueError) as error:
+            written = f"by {document.get('tool_version')}, this is {analyser.TOOL_VERSION}"
+            raise UsageError(f"the JSON lacks something that summarise_load.py writes ({error!r}; {written})") from None
         if args.svg is not None:
-            write(args.svg, svg(curves))
+            write(args.svg, picture)
         if args.html is not None:
-            write(args.html, page(document))
+            write(args.html, html)
     except UsageError as error:
         print(f"draw_curve.py: {error}", file=sys.stderr)
         return 2
