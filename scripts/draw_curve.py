@@ -39,6 +39,7 @@ ROW = 20  # pixels: one line of text
 CHARACTER = 8.2  # pixels: no usual 12 pixel font takes more on average
 HEADROOM = 1.06  # of the highest drawn value, so that its mark stays inside
 MODEL_ROOM = 1.5  # a fitted curve up to so many times the measured height stays whole in its frame
+WORST_FIT = 0.25  # of a level's TPOT: a fit that misses one by more draws a curve of some other server
 STEADY_DIFFERS = 1.03  # below that the steady state's line would lie on the measured one
 # Two hues of the Okabe-Ito palette, told apart by the usual kinds of colour blindness; shape and dash differ as well.
 SERIES = ("first", "second")
@@ -104,9 +105,9 @@ def slots_of(curve: dict[str, Any]) -> float | None:
 
 def decode_bound(curve: dict[str, Any]) -> Callable[[float], float] | None:
     """c -> tokens per second if every request were always decoding: n / (a + b n) with n = min(c, slots), by the fit
-    of TPOT; None without a fit."""
-    a_ms, b_ms = number(dig(curve, "fit.a_ms")), number(dig(curve, "fit.b_ms"))
-    if a_ms is None or b_ms is None:
+    of TPOT; None without a fit that meets its levels."""
+    a_ms, b_ms, missed = (number(dig(curve, f"fit.{key}")) for key in ("a_ms", "b_ms", "largest_residual"))
+    if a_ms is None or b_ms is None or (missed or 0.0) > WORST_FIT:
         return None
     slots = slots_of(curve) or math.inf
 

@@ -150,6 +150,11 @@ def test_the_decode_bound_curve_ends_at_the_slots(tmp_path: Path, slots: int | N
     assert 46.5 + (y1 - last[1]) / (y1 - y20) * (400.0 - 46.5) == pytest.approx(at_20, abs=1)
 
 
+def test_a_fit_that_misses_its_levels_draws_no_curve(tmp_path: Path) -> None:
+    picture, page = draw(curve(fit={**curve()["fit"], "largest_residual": 1.22}), tmp_path)
+    assert not [e for e in picture.iter() if "model" in e.get("class", "")] and "<figcaption>" not in page
+
+
 def test_knee_operating_point_and_ceiling_are_marked(tmp_path: Path) -> None:
     picture, _ = draw(curve(), tmp_path)
     assert len(marks(picture, "band")) == 1 and len(marks(picture, "ring")) == 1

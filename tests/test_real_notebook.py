@@ -81,6 +81,8 @@ def test_it_draws(run_program: RunProgram, tmp_path: Path, engine: str) -> None:
     assert done.returncode == 0, done.stderr
     picture = (tmp_path / "curve.svg").read_text("utf-8")
     assert f"{engine}-baseline" in picture
-    model = re.search(r'<path d="([^"]*)" class="line [^"]*model"', picture)
-    assert model is not None and len(re.findall(r"[ML]", model.group(1))) == 121, "the fit stays inside its frame"
+    drawn = [
+        len(re.findall("[ML]", path)) for path in re.findall(r'<path d="([^"]*)" class="line [^"]*model"', picture)
+    ]
+    assert drawn == ([] if engine == "llama" else [121]), "inside its frame; llama's fit misses a level by 122 %"
     assert "consistent" in (tmp_path / "curve.html").read_text("utf-8")
