@@ -1282,6 +1282,9 @@ def note_statements(notebook: Notebook, curve: Curve) -> list[Statement]:
     found = [
         Statement(code, NOTE, text, (level.c,)) for level in curve.levels for code, text in level_notes(level) if text
     ]
+    rates = {level.c: level.median("prefill_tokens_per_s") for level in curve.levels}
+    if told := [f"c={c} {rate:.0f}" for c, rate in rates.items() if rate is not None]:
+        found.append(Statement("prefill", NOTE, f"prefill, uncached tokens/s by the server's clock: {', '.join(told)}"))
     runs = {record.run for level in curve.levels for record in level.runs}
     for record in notebook.recoveries:
         if record.run in runs:
