@@ -234,7 +234,7 @@ compare_engines() {
   fi
   equal "context per sequence" "${settings[0]}" "${settings[4]}"
   equal "cap on sequences" "${settings[1]}" "${settings[5]}"
-  equal "tokens in the pool" "$((${settings[0]:-0} * ${settings[1]:-0}))" "$(pool_tokens)"
+  equal "tokens in the pool" "${settings[0]:+$((settings[0] * settings[1]))}" "$(pool_tokens)"
   equal "client and load" "${settings[3]}" "${settings[7]}"
   [ -z "$unequal" ] || say "  not equal, or not known: $unequal. Say so beside the comparison; it explains a part of B/A"
   say "  weights: ${settings[2]:-unknown} and ${settings[6]:-unknown}, as each engine has them: fewer bytes are read faster"

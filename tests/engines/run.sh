@@ -32,6 +32,7 @@
 #   LAYERS       layers of the tiny model [vllm 8; mlx 1, for its attention takes a second a layer for the prefix
 #                sets' 2,300 tokens on a CPU]
 #   DEEP_LAYERS  layers of the model for the cross-check [48]
+#   THREADS      of llama-server [1: the model is too small to share out, and a second one would wait in the client's way]
 #   LIMIT_PERCENT  how far crosscheck.sh lets the two clients differ [5]
 #
 # Prints a verdict for each engine. Exit: 0 when all passed, 1 when one did not, 2 for a wrong setting.
@@ -86,6 +87,7 @@ export VLLM_VENV="${VLLM_VENV:-$cache/vllm-$VLLM_VERSION}"
 export MLX_VENV="${MLX_VENV:-$cache/mlx}"
 export HF_HUB_OFFLINE=1 # everything is on this machine
 export CPU_EXPECTED=1   # what the lab's steps stop at is meant here
+export THREADS="${THREADS:-1}"
 export LABBOOK="$out/labbook.md"
 [ -f "$LABBOOK" ] || cp "$ROOT_DIR/labbook.md" "$LABBOOK"
 
