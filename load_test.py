@@ -2833,22 +2833,6 @@ def lock_file(descriptor: int) -> None:
         time.sleep(LOCK_RETRY_S)
 
 
-@contextlib.contextmanager
-def locked(path: str) -> Iterator[int]:
-    """A descriptor to append to a file with, under a lock. Raises OSError."""
-    for _ in range(2):
-        descriptor = os.open(path, APPENDING, 0o666)
-        try:
-            lock_file(descriptor)
-            if os.fstat(descriptor).st_nlink:
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-        # removed since it was opened, as by a run that only looked whether it can be made: once more
-    raise OSError(errno.ENOENT, "it is removed again and again")
-
-
 def append_lines(path: str, lines: Sequence[str]) -> int | None:
     """Append whole lines in one write under a lock, and have them on disk when this returns: the file's size then
     (None for a device).
@@ -2858,7 +2842,9 @@ def append_lines(path: str, lines: Sequence[str]) -> int | None:
     back, so that the file is as it was.
     """
     data = "".join(line + "\n" for line in lines).encode("utf-8")
-    with locked(path) as descriptor:
+    descriptor = os.open(path, APPENDING, 0o666)
+    try:
+        lock_file(descriptor)
         before = os.fstat(descriptor)
         size = before.st_size
         if size:
@@ -2873,6 +2859,8 @@ def append_lines(path: str, lines: Sequence[str]) -> int | None:
             return None
         os.fsync(descriptor)
         return size + written
+    finally:
+        os.close(descriptor)
 
 
 class Notebook:
@@ -2956,12 +2944,12 @@ def next_level(tried: Sequence[Tried], most: int) -> int | None:
     return low if low and not confirmed else None
 
 
-def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried], most: int) -> str:
+def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried]) -> str:
     """What a search has found, in one sentence with its conditions."""
     low, high = bracket(tried)
     last = records[-1]
     terms = (
-        f"TTFT {last['slo_ttft_s']:g} s and TPOT {last['slo_tpot_s']:g} s at the 90th percentile "
+        f"TTFT {last['slo_ttft_s']:g} s and TPOT {last['slo_tpot_s']:g} s at the 90th percentile without a failure "
         f"({last['prompt_set']} prompts, at most {last['max_tokens']} tokens each)"
     )
     if not low:
@@ -2970,7 +2958,10 @@ def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried], mos
     tpots = sorted(_known(record["tpot_s"]["p50"] for record in runs))
     each = f", each then reading {1 / percentile(tpots, 50):.1f} tokens/s" if tpots and tpots[0] > 0 else ""
     rates = sorted(_known(record["output_tokens_per_s"] for record in runs))
-    beyond = f"{max(most, low)} was the highest tried" if high is None else f"{high} is outside"
+    beyond = f"{low} was the highest tried" if high is None else f"{high} is outside"
+    dips = sorted({run.concurrency for run in tried if run.concurrency < low and not run.inside})
+    if dips:
+        beyond += f", and so was {', '.join(map(str, dips))} once"
     return (
         f"{'At least' if high is None else 'Up to'} {low} request(s) at once stay inside {terms}{each}; {beyond}; "
         f"{len(runs)} run(s) at {low}, all inside, {rates[0]:.1f} to {rates[-1]:.1f} tok/s."
@@ -3013,7 +3004,7 @@ def is_warm(tpots: Sequence[float | None]) -> bool:
 
 MAX_SETTING = 10**15  # of an option; the analyser takes larger figures for damage
 MAX_NAME_CHARS = 1000  # of a model
-MAX_DIGITS = 300  # of a whole number, for the analyser
+MAX_DIGITS = 300  # in a row: the analyser takes longer numbers for damage
 SECRET_NAME = re.compile("auth|cookie|credential|key|passw|secret|session|signature|token", re.IGNORECASE)
 SECRET_CHARS = 8  # the value of any header of this length may be one
 
@@ -3099,19 +3090,12 @@ OWN_FIELDS = {
 def parse_extra_body(text: str) -> dict[str, Any]:
     """A JSON object to merge into every request."""
 
-    def refuse(name: str) -> Any:
-        raise ValueError(name)
-
-    def whole(digits: str) -> int:
-        if len(digits) > MAX_DIGITS:
-            raise ValueError(digits)
-        return int(digits)
-
     body = None
     with contextlib.suppress(ValueError, RecursionError):
-        given = json.loads(text, parse_constant=refuse, parse_int=whole)
-        json.dumps(given, allow_nan=False)  # 1e999 is no number either
-        body = given if nesting(given) <= MAX_NESTING else None
+        given = json.loads(text)
+        json.dumps(given, allow_nan=False)  # NaN and 1e999 are no numbers
+        readable = nesting(given) <= MAX_NESTING and not re.search(rf"\d{{{MAX_DIGITS}}}", text)
+        body = given if readable else None
     if not isinstance(body, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as '{{\"ignore_eos\": true}}'")
     for name in body:
@@ -3483,24 +3467,27 @@ class Service:
         return await self.ask(_user(f"{fresh_tag()} {WARMUP_TEXT}"), max_tokens)
 
 
+async def listed_models(route: Route) -> list[dict[str, Any]]:
+    """The entries of /v1/models that have a name. Raises ControlError."""
+    doc = await fetch_json(route, f"{route.target.prefix}/v1/models")
+    entries = doc.get("data") if isinstance(doc, dict) else None
+    listing = entries if isinstance(entries, list) else []
+    return [entry for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+
 async def only_model(route: Route) -> str:
     """The single model that /v1/models lists. Raises UsageError where there is a choice to make."""
     try:
-        doc = await fetch_json(route, f"{route.target.prefix}/v1/models")
+        names = [str(entry["id"]) for entry in await listed_models(route)]
     except ControlError as error:
         final = error.status is not None and error.status not in WAITING_STATUSES
         raise (NeverReady if final else ServerFault)(
             f"--model was not given and the server's list of models cannot be read: {error}"
         ) from None
-    entries = doc.get("data") if isinstance(doc, dict) else None
-    listing = entries if isinstance(entries, list) else []
-    names = [entry["id"] for entry in listing if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
     if len(names) != 1:
         listed = printable(route.secrets.hide(", ".join(names)) if names else "none", MAX_NAME_CHARS)
         raise UsageError(f"--model is needed: the server lists {len(names)} models ({listed})")
-    if len(names[0]) > MAX_NAME_CHARS:
-        raise ServerFault(f"the server's one model has a name of {len(names[0])} characters; give it by --model")
-    return str(names[0])
+    return names[0]
 
 
 async def find_service(options: Options) -> Service:
@@ -3543,18 +3530,15 @@ async def wait_ready(options: Options, limit_s: float) -> Service:
 async def context_and_slots(service: Service) -> tuple[int | None, int | None]:
     """Context length per sequence and slots as the server tells them, where it does."""
     context = slots = None
-    prefix = service.route.target.prefix
     with contextlib.suppress(ControlError):
-        doc = await fetch_json(service.route, f"{prefix}/props")
+        doc = await fetch_json(service.route, f"{service.route.target.prefix}/props")
         if isinstance(doc, dict):
             slots = count_of(doc.get("total_slots"))
             settings = doc.get("default_generation_settings")
             context = count_of(settings.get("n_ctx")) if isinstance(settings, dict) else None
     with contextlib.suppress(ControlError):
-        doc = await fetch_json(service.route, f"{prefix}/v1/models")
-        entries = doc.get("data") if isinstance(doc, dict) else None
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and entry.get("id") == service.model:
+        for entry in await listed_models(service.route):
+            if entry["id"] == service.model:
                 context = context or count_of(entry.get("max_model_len"))
     return context, slots
 
@@ -3927,7 +3911,7 @@ class Load:
                 seen: Observation = await unless_stopped(self.stop, self.service.say_hello())
                 if seen.failure is not None:
                     raise ServerFault(f"the server answers no more after c={concurrency}: {seen.failure.message}")
-        self.console.say(search_answer(self.records, tried(), most))
+        self.console.say(search_answer(self.records, tried()))
 
     def supply(self, run: LevelRun) -> Supply:
         """What the workers of a level send: conversations of --turns questions, as a rule of one. Their beginnings are
@@ -4154,9 +4138,11 @@ class Session:
         options, say = self.options, self.console.say
         total = options.repeat * sum(options.requests_at(c) for c in options.concurrency)
         repeats = f" x {options.repeat}" if options.repeat > 1 else ""
-        size = f"at least {options.requests} requests a level, {total} in all"
+        size = f"at least {options.requests} requests a level"
         if options.duration_s is not None:
             size = f"{options.duration_s:g} s a level"
+        elif not (options.until or options.search or options.stop_at_slo):  # else nobody knows
+            size += f", {total} in all"
         say(f"label {options.label}  run {self.files.run_id}")
         say(f"model {service.model}  at {options.target.base_url}  address {service.route.address[0]}")
         say(

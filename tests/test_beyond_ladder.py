@@ -175,6 +175,12 @@ FOUND: list[tuple[Times, list[object], list[str], int]] = [  # engine, options, 
     (lambda c, _: (0.1, 0.02) if c <= 25 else None, [], ["Up to 25 request(s)", "26 is outside"], 0),
     (linear(200, 0), [], ["No level stays inside", "1 in flight is outside"], 0),
     (linear(5, 0), [], ["At least 256 request(s)", "256 was the highest tried", "200.0 tokens/s"], 0),
+    (
+        lambda c, level: (0.1, 0.2 if c == 5 or c > 30 else 0.02),
+        [],
+        ["Up to 30 request(s)", "31 is outside, and so was 5 once"],
+        0,
+    ),
     (linear(5, 0), [64], ["At least 64 request(s)", "64 was the highest tried"], 0),
 ]
 

@@ -414,7 +414,6 @@ def test_a_given_model_is_not_looked_up(tmp_path: Path) -> None:
         (json_answer({"data": {"id": "a"}}), 2, "0 models"),
         (json_answer({"data": None}), 2, "0 models"),
         (json_answer([]), 2, "0 models"),
-        pytest.param(json_answer({"data": [{"id": "m" * 2000}]}), 1, "a name of 2000 characters", id="a long name"),
         (json_answer("text"), 2, "0 models"),
         (plain("404 Not Found", "Not Found"), 1, "404"),
         (plain("503 Loading", '{"error":{"message":"Loading model"}}'), 1, "Loading model"),

@@ -261,3 +261,14 @@ def test_on_a_terminal_one_line_tells_how_far_it_is(runs: Runs) -> None:
     assert seen.rstrip().endswith(b"\x1b[K"), "gone at the end"
     piped = runs.load("--concurrency", 2, "--requests", 8)
     assert "\r" not in piped.stdout + piped.stderr
+
+
+def test_a_conversation_finds_what_was_said_in_the_cache(runs: Runs) -> None:
+    """What a slot's cache (or vLLM's pool) is worth: each turn's prompt holds the one before it."""
+    shown = runs.load("--turns", 3, "--concurrency", 1, "--requests", 6).stdout
+    (level,) = runs.records()
+    prompts = [turn["prompt_tokens_mean"] for turn in level["by_turn"]]
+    cached = [turn["cached_tokens_mean"] for turn in level["by_turn"]]
+    assert prompts[0] < prompts[1] < prompts[2] and cached[0] < cached[1] < cached[2], level["by_turn"]
+    assert all(later > 0.5 * earlier for earlier, later in zip(prompts, cached[1:])), level["by_turn"]
+    assert "by turn: TTFT p50 " in shown
