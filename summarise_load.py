@@ -44,10 +44,14 @@ How the figures are defined (a level's figure, and its counts, are the median of
   different        the 95 % interval of a ratio (Welch's t on the logarithms of the runs) excludes 1
   Of a label that was run more than once, the newest run of each level counts, with its repeats.
 
-What the check (rule "consistent") can and cannot see: a line fails only when no values that round to the printed ones
-fit together. Counts, rates, percentiles, times and tokens are tied to each other that way, so most single alterations
-of a measured figure show; a figure that nothing else in the line bounds (the largest TTFT raised, prompt tokens, the
-client's load, a setting) shows only against the per-request lines, with --raw, or not at all.
+What the check can and cannot see: a line fails only when no values that round to the printed ones fit together. Counts,
+rates, percentiles, times and tokens are tied to each other that way, so most single alterations of a measured figure
+show; a figure that nothing else in the line bounds (the largest TTFT raised, prompt tokens, the client's load, a
+setting) shows only against the per-request lines, with --raw, or not at all. Copied lines fail, within a notebook and
+between the notebooks of one call, whatever was renamed around them. Dates that leave a run no room, figures with fewer
+digits than load_test.py writes, a repeat that is missing, levels of another machine, and a curve without any noise are
+warned of. Beyond what a notebook alone can show: dates and run ids that were moved together, a measurement of another
+machine under one's own name throughout, figures invented with plausible noise. Ask for the --raw file of such a run.
 
 Exit codes: 0; 1 for an unknown label, no records, a FAIL, or a line that could not be appended (it is then printed
 on standard output); 2 for bad arguments or a file that cannot be read; 130 after Ctrl-C.
@@ -1369,6 +1373,8 @@ def measured(record: Record, path: str) -> Span | None:
     >>> measured(Record(1, {"wall_s": Printed("12.3")}), "wall_s").meets(Span(12.34, 12.5))
     True
     """
+    if path.isdigit():
+        return Span(float(path), float(path))
     if path.startswith("sum."):
         block = record.data.get(path[4:])
         return None if block is None else Span(*[float(sum(map(int, block.values())))] * 2)
@@ -1379,6 +1385,8 @@ def measured(record: Record, path: str) -> Span | None:
     reach = 0.0 if exact else value.half * HALF_SLACK + abs(value) * FLOAT_SLACK
     return Span(max(0.0, value - reach), value + reach)
 
+
+TAIL_S = 5  # load_test.py waits so long for the close of a response whose last token has come
 
 # (left, relation, right, guard): sums and products of figures that are not negative. A guard names when it holds.
 RELATIONS: tuple[tuple[str, str, str, str], ...] = (
@@ -1398,6 +1406,13 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
     ("ttft_s.max", "<=", "wall_s", ""),
     ("ttft_s.p99", "<=", "wall_s", ""),
     ("steady_window_s", "<=", "wall_s", ""),
+    # Before the window every worker waits for its first token; after it, for the response that it has begun.
+    (
+        "wall_s",
+        "<=",
+        f"steady_window_s + connect_s.max + ttft_s.max + connect_s.max + e2e_s.max + {TAIL_S}",
+        "no failures",
+    ),
     ("steady_window_s * steady_output_tokens_per_s", "<=", "output_tokens", "no failures"),
     # Both means are over the same requests, except in older lines whose counts are mixed.
     ("cached_tokens_mean", "<=", "prompt_tokens_mean", "one kind of count"),
@@ -1435,6 +1450,8 @@ def evaluate(record: Record, expression: str) -> Span | None:
 def format_figure(record: Record, path: str) -> str:
     """A figure as it is printed, for a finding."""
     value = record.raw(path)
+    if path.isdigit():
+        return f"{path} s"
     if path.startswith("sum."):
         return f"the sum of {path[4:]}"
     return f"{path} {value.text if isinstance(value, Printed) else json.dumps(value)}"
@@ -1523,6 +1540,11 @@ COPY_DIGITS = 18  # digits that latency figures must carry together before equal
 COPY_ROOM = 64.0  # how far apart they must stand, as a product of distances in units of the last digit
 COPY_LOAD_DIGITS = 8  # or the digits of wall time, rate and requests in flight, where those are equal as well
 COPY_HALF_S = 0.000501  # half a millisecond, and what a float adds to it
+RUN_ID_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)-")
+DATE_SLACK_S = 2.0  # two dates are whole seconds each
+LONG_START_S = 12 * 3600.0  # between a run's start and the end of its first level: longer is a server nobody waits for
+NOISE_MS = 0.002  # two of the last digit that load_test.py writes: a process is not woken that evenly
+NOISE_SHARE = 0.0005  # of TPOT: even a simulated engine's steps differ by a tenth of a per cent
 WRITTEN_DECIMALS = 6  # load_test.py writes times to a microsecond
 
 
@@ -1563,7 +1585,7 @@ def fingerprint(record: Record) -> tuple[Any, ...] | None:
 
 
 def copied_latencies(records: Sequence[Record]) -> list[str]:
-    """Two runs or repeats of one label whose latency figures are equal to the last digit.
+    """Two runs, repeats or labels whose latency figures are equal to the last digit.
 
     Two honest runs of a steady server can agree where figures are coarse, so equality alone is not enough. Either the
     figures show enough by themselves (see tells_a_copy), or wall time, rate and requests in flight must be equal as
@@ -1575,15 +1597,18 @@ def copied_latencies(records: Sequence[Record]) -> list[str]:
         mark = fingerprint(record)
         if mark is None:
             continue
-        earlier = seen.setdefault((record.label, mark), record)
+        earlier = seen.setdefault(mark, record)
         both_old = record.schema == 1 and earlier.schema == 1
-        runs = ((one.data.get("recorded_at"),) if both_old else (one.run, one.repeat) for one in (record, earlier))
+        runs = (
+            (one.label, *((one.data.get("recorded_at"),) if both_old else (one.run, one.repeat)))
+            for one in (record, earlier)
+        )
         also = ("wall_s", "output_tokens_per_s", "mean_in_flight")
         same = sum(value.digits for path in also if (value := earlier.number(path)) and value == record.number(path))
         if len(set(runs)) > 1 and (tells_a_copy(latency_figures(record)) or same >= COPY_LOAD_DIGITS):
             found.append(
-                f"{as_word(record.label)} c={record.c}: lines {earlier.line} and {record.line} are different "
-                f"runs or repeats, but all {len(mark) - 1} latency figures are equal to the last digit"
+                f"{place(record)} and {place(earlier)} are different runs or repeats, but all "
+                f"{len(mark) - 1} latency figures are equal to the last digit"
             )
     return found
 
@@ -1600,6 +1625,56 @@ def missing_digits(record: Record) -> list[str]:
         return []
     each = f"{lacking / len(figures):.1f} digits each of what load_test.py writes"
     return [f"its {len(figures)} latency figures lack {each}"]
+
+
+def run_start(record: Record) -> float | None:
+    """When a record's run began by its run id, which starts with the local time, in seconds since 1970; or None."""
+    match = RUN_ID_TIME.match(record.run)
+    if match is None:
+        return None
+    year, month, day, hour, minute, second = match.groups()
+    offset = re.search(r"(Z|[+-]\d\d:?\d\d)$", str(record.data.get("recorded_at")))
+    return parse_instant(f"{year}-{month}-{day}T{hour}:{minute}:{second}{offset[0] if offset else ''}")
+
+
+def impossible_dates(records: Sequence[Record]) -> list[str]:
+    """Levels of one run whose dates do not leave room for them. Each is recorded as it ends, so it began wall_s before,
+    and neither before the run did nor before the level recorded ahead of it."""
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        if record.schema > 1 and record.instant is not None:
+            runs.setdefault(record.run, []).append(record)
+    found = []
+    for run in runs.values():
+        since, what = run_start(run[0]), "its run began"
+        for number, record in enumerate(sorted(run, key=lambda record: (record.instant or 0.0, record.line))):
+            if since is not None:
+                room, wall_s = (record.instant or 0.0) - since, record.number("wall_s") or 0.0
+                if room < wall_s - DATE_SLACK_S:
+                    found.append(f"{place(record)}: recorded {room:.0f} s after {what}, but its wall_s is {wall_s:g}")
+                elif number == 0 and room > LONG_START_S:
+                    found.append(f"{place(record)}: recorded {room / 3600:.0f} hours after {what}")
+            since, what = record.instant, f"line {record.line} of its run was recorded"
+    return found
+
+
+def without_noise(curve: Curve) -> list[str]:
+    """A curve that lies on its fit to the last digit written, with levels in which every request had one TPOT."""
+    fit = curve.fit
+    if fit is None or len(fit.levels) < 4:
+        return []
+    levels = [level for level in curve.usable if level.c in fit.levels]
+    off_ms, spread = 0.0, 0.0
+    for level in levels:
+        least, median, most = (level.median(f"tpot_s.{key}") for key in ("min", "p50", "max"))
+        if not least or not median or not most or level.runs[0].schema == 1:
+            return []
+        off_ms = max(off_ms, abs(1000.0 * median - fit.a_ms - fit.b_ms * level.c))
+        spread = max(spread, most / least - 1.0)
+    if spread > NOISE_SHARE or off_ms > NOISE_MS:
+        return []
+    even = f"TPOT p50 within {off_ms:.4f} ms of the fitted line at {len(levels)} levels, max within {spread:.3%} of min"
+    return [f"{as_word(curve.label)}: {even}: no measurement is that even"]
 
 
 # ------------------------------------------------------------------------- recomputing levels from per-request lines
@@ -1892,6 +1967,18 @@ def rule_consistent(audit: Audit) -> Found:
     return found._replace(items=[*found.items, *copied_latencies(audit.records)])
 
 
+def rule_dates(audit: Audit) -> Found:
+    items = [
+        f"{item} (a date or a duration was changed, or the clock was set)" for item in impossible_dates(audit.records)
+    ]
+    return Found(items, "every run's dates leave room for its levels")
+
+
+def rule_noise(audit: Audit) -> Found:
+    items = [item for curve in audit.curves.values() for item in without_noise(curve)]
+    return Found(items, "every curve has the unevenness of a measurement")
+
+
 def rule_identified(audit: Audit) -> Found:
     items = []
     for curve in audit.curves.values():
@@ -1974,6 +2061,8 @@ RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] 
     ("unique-cached", FAIL, FAIL, partial(cached_rule, "unique-prefix", lambda share: share < 0.1, "below 10 %")),
     ("consistent", FAIL, FAIL, rule_consistent),
     ("digits", WARN, WARN, partial(each_record, missing_digits, "every line has the digits that load_test.py writes")),
+    ("dates", WARN, WARN, rule_dates),
+    ("noise", WARN, WARN, rule_noise),
     (
         "damaged-lines",
         FAIL,
@@ -2716,26 +2805,43 @@ def check_lines(doc: Document) -> list[str]:
 
 
 def class_text(files: Sequence[Document], details: bool) -> str:
-    """A verdict per notebook in a table, then the rules of those that failed, or of all."""
-    rows = [["verdict", "pass", "warn", "fail", "notebook: baselines (operating point, knee, a, b), failed rules"]]
+    """A table with a row per notebook (and per further baseline), then the failed rules of those that failed; with
+    details, every rule of every notebook."""
+    rows = [["notebook", "verdict", "operating point", "knee", "a ms", "b ms", "baseline", "failed rules"]]
     for item in files:
-        told = [
-            f"{as_word(curve['label'])} ({'none' if curve['operating_point'] is None else curve['operating_point']}, "
-            f"{'none' if curve['knee'] is None else '-'.join(map(str, curve['knee']))}, "
-            f"{shown(curve['a'], 2)}, {shown(curve['b'], 3)})"
-            for curve in item["baselines"]
-        ]
-        failed = f"; failed: {', '.join(item['failed_rules'])}" if item["failed_rules"] else ""
-        said = printable(item["error"]) if item["error"] else f"{', '.join(told) or 'no whole baseline'}{failed}"
-        counts = [str(item[key]) for key in ("pass", "warn", "fail")]
-        rows.append([item["verdict"], *counts, f"{printable(item['notebook'])}: {said}"])
+        told = printable(item["error"] or " ".join(item["failed_rules"]))
+        head = [printable(item["notebook"]), item["verdict"]]
+        for curve in item["baselines"] or [None]:
+            rows.append([*head, *baseline_cells(curve), told])
+            head, told = ["", ""], ""
     lines = align(rows, right=False)
     for item in files:
-        if item["verdict"] == FAIL or (details and not item["error"]):
-            lines += ["", f"==> {printable(item['notebook'])}", *check_lines(item)]
+        shown_rules = [rule for rule in item["statements"] if details or rule["status"] == FAIL]
+        if shown_rules:
+            lines += ["", f"==> {printable(item['notebook'])}", *check_lines({**item, "statements": shown_rules})]
     verdicts = [item["verdict"] for item in files]
     total = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (PASS, WARN, FAIL, UNREADABLE))
     return "\n".join([*lines, "", total]) + "\n"
+
+
+def baseline_cells(curve: Document | None) -> list[str]:
+    """Operating point, knee, a, b and label of one baseline; of none, what is said instead."""
+    if curve is None:
+        return ["-", "-", "-", "-", "no whole baseline"]
+    point = "none" if curve["operating_point"] is None else f"c={curve['operating_point']}"
+    knee = "not reached" if curve["knee"] is None else "-".join(map(str, curve["knee"]))
+    return [point, knee, shown(curve["a"], 2), shown(curve["b"], 3), as_word(curve["label"])]
+
+
+def class_rows(files: Sequence[Document]) -> Iterator[dict[str, Any]]:
+    """A row per notebook for the CSV; a second baseline's columns end in _2, and so on."""
+    for item in files:
+        row = {key: item[key] for key in ("notebook", "verdict", "error", "pass", "warn", "fail")}
+        row["failed_rules"] = " ".join(item["failed_rules"])
+        for number, curve in enumerate(item["baselines"], 1):
+            cells = {**curve, "knee": "-".join(map(str, curve["knee"] or [])) or None}
+            row.update({name if number == 1 else f"{name}_{number}": value for name, value in cells.items()})
+        yield row
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -3035,11 +3141,9 @@ def run_check(options: Options, given: Sequence[str]) -> tuple[str, int]:
     if len(given) > 1 or os.path.isdir(given[0]):
         files = check_class(notebooks_at(given), raw)
         verdicts = [item["verdict"] for item in files]
-        keys = ("notebook", "verdict", "error", "pass", "warn", "fail", "failed_rules", "baselines")
-        rows = [{key: item[key] for key in keys} for item in files]
         doc: dict[str, Any] = {"kind": "checks", "tool_version": TOOL_VERSION, "files": files}
         code = 2 if UNREADABLE in verdicts else 1 if FAIL in verdicts else 0
-        return render(options, doc, lambda: class_text(files, options.details), rows), code
+        return render(options, doc, lambda: class_text(files, options.details), class_rows(files)), code
     notebook = read_notebook(given[0])
     report(notebook.path, notebook.remarks)  # damaged and unknown lines have rules of their own
     curve = find_curve(notebook, options.label) if options.label is not None else None

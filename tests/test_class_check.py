@@ -27,7 +27,7 @@ def student_notebook(seed: int, repeats: int = 3, noise: float = 0.02, with_pair
     each level's date at its end."""
     rng = random.Random(seed)
     now = datetime.datetime(2026, 11, 2 + seed % 20, 9, seed % 60, tzinfo=datetime.timezone.utc)
-    machine = {"a": rng.uniform(0.01, 0.03), "b": rng.uniform(0.0005, 0.003), "noise": noise}
+    machine: dict[str, Any] = {"a": rng.uniform(0.01, 0.03), "b": rng.uniform(0.0005, 0.003), "noise": noise}
     sweeps: list[tuple[str, str, Sequence[int], int, float]] = [("llama-baseline", "mixed", LEVELS, repeats, 0.1)]
     if with_pair:
         sweeps.append(("llama-prefix-unique", "unique-prefix", (1, 10), 1, 0.01))
