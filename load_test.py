@@ -3754,7 +3754,6 @@ class Files:
         self.run_id = f"{datetime.datetime.now():%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
         self.notebook = Notebook(options.labbook)
         self.raw_written = 0
-        self.whole_levels = 0
 
     def identity(self) -> dict[str, Any]:
         """Fields of every line that goes into the notebook."""
@@ -3769,7 +3768,6 @@ class Files:
     def write_level(self, record: dict[str, Any], requests: Sequence[RequestRecord]) -> None:
         """Append a level's line, and its requests to the raw file."""
         self._write_line(record)
-        self.whole_levels += not record["interrupted"]
         raw = self.options.raw
         if raw is None:
             return
@@ -3811,10 +3809,10 @@ class Files:
 
     def kept(self) -> str:
         """Which levels an interrupted run leaves behind."""
-        whole, lines = self.whole_levels, len(self.notebook.lines)
-        if not lines:
-            return f"nothing is in {self.notebook.path}"
-        part = "" if lines == whole else ", and a part of the one under way"
+        whole, cut = (
+            sum(f'"interrupted": {state}' in line for line in self.notebook.lines) for state in ("false", "true")
+        )
+        part = " and a part of the one under way" if cut else ""
         return f"{whole} finished level(s){part} in {self.notebook.path}"
 
     def close(self) -> None:

@@ -113,11 +113,13 @@ def test_an_interrupted_level_says_so_and_what_had_ended_counts(tmp_path: Path) 
     assert [(record["concurrency"], record["interrupted"]) for record in result.levels] == [(1, True)]
     cut = result.levels[0]
     assert cut["requests"] == cut["completed"] == 3 and "interrupted: this level is not whole" in result.out
+    assert "interrupted; 0 finished level(s) and a part of the one under way in " in result.err
 
 
 def test_an_interrupted_level_in_which_nothing_had_ended_says_so(tmp_path: Path) -> None:
     result = Ended(tmp_path, 0, MOMENTS["after a token"], [signal.SIGINT]).result
     assert result.code == 130 and result.levels == result.requests == []
+    assert "interrupted; 0 finished level(s) in " in result.err
     assert "  c=  1  interrupted before any of its requests had ended: no line for this level\n" in result.out
 
 
