@@ -336,7 +336,7 @@ def whole_notebook() -> list[dict[str, Any]]:
     records += [prefix("llama-prefix-unique", "unique-prefix", c, 0.01, 1) for c in (1, 10)]
     records += [prefix("llama-prefix-shared", "shared-prefix", c, 0.9, 2) for c in (1, 10)]
     records += [honest(c, 3, label="vllm-baseline", engine="vllm", run_id="v") for c in LEVELS]
-    return [*records, honest(20, 4, label="llama-slots8", run_id="s")]
+    return records + [honest(20, 4 + i, label=name, run_id=name) for i, name in enumerate(sl.VARIANT_LABELS)]
 
 
 class Book:
