@@ -511,6 +511,7 @@ def read_object(
 # ----------------------------------------------------------------------------------------------- figures of a curve
 
 KNEE_SHARE = 0.5  # of one request's throughput at the lowest level, per added request
+WORST_FIT = 0.25  # a line that misses a level by more is no model of a step
 
 
 @dataclass(frozen=True)
@@ -722,8 +723,11 @@ class Curve:
         return fit_line(points)
 
     def decode_bound(self, c: float) -> float | None:
-        """Output tokens per second if every request were always decoding: n / (a + b n), n = min(c, slots)."""
-        return self.fit.throughput(c if self.slots is None else min(c, self.slots)) if self.fit else None
+        """Output tokens per second if every request were always decoding: n / (a + b n), n = min(c, slots); None
+        where there is no fit, or one that misses a level by more than WORST_FIT."""
+        if self.fit is None or self.fit.largest_residual > WORST_FIT:
+            return None
+        return self.fit.throughput(c if self.slots is None else min(c, self.slots))
 
     @cached_property
     def operating_point(self) -> int | None:
@@ -1909,7 +1913,7 @@ def server_cached(level: Level) -> str | None:
             continue
         low, high = mean.low * completed * (1 - COUNTER_GAP) - 1, mean.high * completed * (1 + COUNTER_GAP) + 1
         if not low <= counter <= high:
-            told = f"responses report {mean.high * completed:.0f} cached tokens"
+            told = f"responses report {(mean.low + mean.high) / 2 * completed:.0f} cached tokens"
             return f"{told}, the server's own counter {counter:.0f}"
     return None
 
@@ -2690,6 +2694,11 @@ def derived_lines(doc: Document) -> list[str]:
     return [knee, *fit_lines(doc), f"operating point: {operating}"]
 
 
+DECODE_BOUND = (
+    "decode-bound throughput, if every request were always decoding (prefill and waiting lower the measured one):"
+)
+
+
 def fit_lines(doc: Document) -> list[str]:
     """The TPOT fit, what it implies, and the decode-bound beside the measured throughput."""
     fit, slots, slo = doc["fit"], doc["settings"]["server_slots"], doc["slo"]["tpot_s"]
@@ -2710,9 +2719,9 @@ def fit_lines(doc: Document) -> list[str]:
         at, note = fit["c_at_slo"], fit["c_at_slo_note"]
         met = f" met at c = {at:.1f}{f' ({note})' if note else ''}" if at is not None else f": {note}"
         lines += [f"TPOT SLO {1000 * slo:g} ms{met}"] if slo is not None else []
-    lines.append(
-        "decode-bound throughput, if every request were always decoding (prefill and waiting lower the measured):"
-    )
+    if fit["largest_residual"] > WORST_FIT:
+        return [*lines, f"decode-bound throughput: not stated, the fit misses a level by {fit['largest_residual']:.0%}"]
+    lines.append(DECODE_BOUND)
     for level in doc["levels"]:
         if not level["left_out"]:
             bound, rate = level["decode_bound_output_tokens_per_s"], level["output_tokens_per_s"]
@@ -3145,7 +3154,8 @@ def run_check(options: Options, given: Sequence[str]) -> tuple[str, int]:
         code = 2 if UNREADABLE in verdicts else 1 if FAIL in verdicts else 0
         return render(options, doc, lambda: class_text(files, options.details), class_rows(files)), code
     notebook = read_notebook(given[0])
-    report(notebook.path, notebook.remarks)  # damaged and unknown lines have rules of their own
+    rules = options.label is None  # then damaged and unknown lines have rules of their own
+    report(notebook.path, notebook.remarks if rules else [*notebook.damaged, *notebook.unknown, *notebook.remarks])
     curve = find_curve(notebook, options.label) if options.label is not None else None
     doc = {"kind": "check", "tool_version": TOOL_VERSION, "label": curve.label if curve else None}
     doc.update(notebook_verdict(notebook, check(notebook, raw, curve)))

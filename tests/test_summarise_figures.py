@@ -7,7 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from honest_levels import LEVELS, Load, curve_of, decimals, exact, level_record, simulate, sl, unrounded
+from honest_levels import LEVELS, Load, curve_of, decimals, exact, level_record, simulate, unrounded
+
+import summarise_load as sl
 
 
 def brief(c: int, repeat: int, **figures: Any) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from honest_levels import (
     rank,
     significant,
     simulate,
-    sl,
     version_1_record,
 )
+
+import summarise_load as sl
 
 
 def test_honest_levels_contradict_nothing_and_lack_no_digit() -> None:

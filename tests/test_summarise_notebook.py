@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from honest_levels import Load, decimals, level_record, simulate, sl, version_1_record
+from honest_levels import Load, decimals, level_record, simulate, version_1_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import summarise_load as sl
 
 LOAD = Load(requests=24)
 RECORD = level_record(LOAD, simulate(LOAD, random.Random(1)), decimals(6), decimals(4))

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-from honest_levels import Book, Json, Load, any_load, decimals, leaves, level_record, simulate, sl
+from honest_levels import Book, Json, Load, any_load, decimals, leaves, level_record, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import summarise_load as sl
 
 RUN = {"label": "llama-baseline", "run_id": "20261129T100000-0123abcd", "repeat": 0}
 

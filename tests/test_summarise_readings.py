@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from honest_levels import LEVELS, Json, Load, curve_of, decimals, exact, level_record, simulate, sl, version_1_record
+from honest_levels import LEVELS, Json, Load, curve_of, decimals, exact, level_record, simulate, version_1_record
 
 import load_test
+import summarise_load as sl
 
 PLAIN = ("--a-ms", 10, "--b-ms", 0.05, "--slots", 8)
 
