@@ -453,8 +453,8 @@ class HttpResponse:
     """Frames one HTTP/1 response: feed(bytes) returns the body bytes they held.
 
     `head` is None until it is whole. `complete` says that the framing declared the end; a body
-    without framing ends only at close. Raises WireError, but not before the head and the body bytes
-    that stand before the fault are handed over.
+    without framing ends only at close. After a `fault` nothing more is read; what stands before it
+    has been handed over.
     """
 
     OPEN_END = "before a finish_reason or [DONE]"
@@ -466,7 +466,7 @@ class HttpResponse:
         self._next = "head"  # then "close", "length", or in turn "size", "chunk", "chunk end", "trailer"
         self._left = 0  # bytes of this chunk, or of the body
         self._buffer = b""  # of a head or a line that is not whole
-        self._fault: WireError | None = None
+        self.fault: WireError | None = None
 
     @property
     def at_boundary(self) -> bool:
@@ -483,21 +483,12 @@ class HttpResponse:
 
     def feed(self, data: bytes) -> bytes:
         body: list[bytes] = []
-        head = self.head
-        self.check()
         try:
-            while data and not self.complete:
+            while data and not self.complete and self.fault is None:
                 data = self._take(data, body)
         except WireError as error:
-            self._fault = error
-            if not body and head is self.head:
-                raise
+            self.fault = error
         return b"".join(body)
-
-    def check(self) -> None:
-        """Raises the WireError that `feed` has kept back, if any."""
-        if self._fault is not None:
-            raise self._fault
 
     def _take(self, data: bytes, body: list[bytes]) -> bytes:
         """Take the next part of the response off `data` and return what follows it."""
@@ -1299,7 +1290,8 @@ class Stream:
             self._check_head(self._http.head, at_s)
         if self._error_body is not None:
             self._error_body += body[: MAX_ERROR_BYTES - len(self._error_body)]
-            self._http.check()
+            if self._http.fault is not None:
+                raise self._http.fault
             if self._http.complete or len(self._error_body) >= MAX_ERROR_BYTES:
                 self._fail_with_body(at_s)
             return
@@ -1307,7 +1299,8 @@ class Stream:
             self._on_event(event, at_s)
             if self.over:
                 return
-        self._http.check()
+        if self._http.fault is not None:
+            raise self._http.fault
         if self._http.complete:
             if self.seen.finish is not None or self._events.unfinished() == b"[DONE]":
                 self.seen.succeed(at_s)
@@ -1579,6 +1572,7 @@ class Route:
         return min(CONNECT_LIMIT_S, self.timeout_s)
 
 
+NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)  # of a socket that does not block
 CLIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -1612,62 +1606,14 @@ class PlainAnswer:
         return False
 
     def feed(self, data: bytes, at_s: float) -> None:
-        try:
-            self.body += self.http.feed(data)
-            self.http.check()
-            self.over = self.http.complete or len(self.body) > MAX_EVENT_BYTES
-        except WireError as error:
-            self.problem, self.over = str(error), True
+        self.body += self.http.feed(data)
+        self.problem = None if self.http.fault is None else str(self.http.fault)
+        self.over = self.http.complete or self.problem is not None or len(self.body) > MAX_EVENT_BYTES
 
     def end_of_stream(self, at_s: float, reset: str | None = None) -> None:
         if not self.over and (self.http.head is None or self.http.shortfall() != HttpResponse.OPEN_END):
             self.problem = f"{reset or 'connection closed'}, {self.http.shortfall()}"
         self.over = True
-
-
-class Tls:
-    """TLS between the bytes of a socket and those of HTTP. Raises ssl.SSLError, an OSError."""
-
-    def __init__(self, context: ssl.SSLContext, host: str) -> None:
-        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._received, self._to_send, server_hostname=host)
-        self.closed = False  # by the other side, in order
-
-    def receive(self, data: bytes) -> None:
-        """Bytes from the socket; none where it has been closed."""
-        if data:
-            self._received.write(data)
-        else:
-            self._received.write_eof()
-
-    def to_send(self) -> bytes:
-        """Bytes for the socket."""
-        return self._to_send.read()
-
-    def shake_hands(self) -> bool:
-        """Whether the handshake is over, as far as the bytes received go."""
-        try:
-            self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        return True
-
-    def encrypt(self, data: bytes) -> bytes:
-        self._tls.write(data)
-        return self.to_send()
-
-    def decrypt(self) -> bytes:
-        """What the bytes received hold."""
-        parts: list[bytes] = []
-        try:
-            while part := self._tls.read(READ_BYTES):
-                parts.append(part)
-            self.closed = True
-        except ssl.SSLWantReadError:
-            pass
-        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):  # many a server closes without TLS's own word for it
-            self.closed = True
-        return b"".join(parts)
 
 
 class Connection:
@@ -1684,10 +1630,7 @@ class Connection:
         self._reader = reader
         self._socket: socket.socket | None = None
         self._watched: int | None = None  # its number, while the selector has it
-        self._tls = None if route.tls is None else Tls(route.tls, route.target.host)
-        self._unparsed: list[tuple[bytes, float]] = []  # what has arrived, when, and waits for its turn
-        self._closed: tuple[float, str | None] | None = None  # when the other side closed, and how if not in order
-        self._receive: Callable[[int], bytes]
+        self._unparsed: list[tuple[bytes, float, str | None]] = []  # what has arrived and when; no bytes: closed, how
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ClientLoop)
         self._selector = loop.selector
@@ -1736,32 +1679,32 @@ class Connection:
         code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._give_up(OSError(code, os.strerror(code)))
-        elif self._tls is None:
-            self._receive = self._socket.recv
-            self._write(self._payload)
+        elif self._route.tls is None:
+            self._write()
         else:
-            self._receive = self._receive_tls
-            self._watch(selectors.EVENT_READ, self._shake_hands)
+            self._unwatch()  # wrapping closes this socket object and makes one of the same number
+            host = self._route.target.host
+            self._socket = self._route.tls.wrap_socket(
+                self._socket, server_hostname=host, do_handshake_on_connect=False
+            )
             self._shake_hands()
 
     def _shake_hands(self) -> None:
-        assert self._socket is not None and self._tls is not None
+        assert isinstance(self._socket, ssl.SSLSocket)
         try:
-            with contextlib.suppress(BlockingIOError):
-                self._tls.receive(self._socket.recv(READ_BYTES))
-            try:
-                done = self._tls.shake_hands()
-            finally:  # an alert too: it says to the server why we leave
-                self._socket.send(self._tls.to_send())
+            self._socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self._watch(selectors.EVENT_READ, self._shake_hands)
+        except ssl.SSLWantWriteError:
+            self._watch(selectors.EVENT_WRITE, self._shake_hands)
         except OSError as error:
             self._give_up(error)
-            return
-        if done:
-            self._write(self._tls.encrypt(self._payload))
+        else:
+            self._write()
 
-    def _write(self, data: bytes) -> None:
-        self._unsent = memoryview(data)
+    def _write(self) -> None:
         self._reader.begin(time.perf_counter())
+        self._unsent = memoryview(self._payload)
         self._send()
 
     def _send(self) -> None:
@@ -1769,7 +1712,7 @@ class Connection:
         assert self._socket is not None
         try:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        except BlockingIOError:
+        except NOT_NOW:
             pass
         except OSError:
             self._unsent = self._unsent[:0]
@@ -1785,49 +1728,32 @@ class Connection:
     # -- what arrives
 
     def _read(self) -> None:
+        assert self._socket is not None
         try:
-            data = self._receive(READ_BYTES)
-        except BlockingIOError:
+            data, how = self._socket.recv(READ_BYTES), None
+        except NOT_NOW:
             return
         except OSError as error:
-            self._lost(f"connection lost ({connect_error_text(error, 0)})")
-            return
+            data, how = b"", f"connection lost ({connect_error_text(error, 0)})"
         at_s = time.perf_counter()
+        if data and not self._unparsed and self._reader.hold(data, at_s):
+            return
+        self._unparsed.append((data, at_s, how))
         if not data:
-            self._lost(None)
-        elif self._unparsed or not self._reader.hold(data, at_s):
-            self._unparsed.append((data, at_s))
-            if len(data) >= HOLD_BYTES or len(self._unparsed) >= UNPARSED_READS:
-                self.catch_up()
-            elif len(self._unparsed) == 1:
-                self._selector.parse_later(self)
-
-    def _receive_tls(self, size: int) -> bytes:
-        """Like a socket's recv, for what is inside TLS."""
-        assert self._socket is not None and self._tls is not None
-        self._tls.receive(self._socket.recv(size))
-        data = self._tls.decrypt()
-        if self._tls.closed:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RD)  # so that the next read finds the end
-        elif not data:
-            raise BlockingIOError
-        return data
-
-    def _lost(self, how: str | None) -> None:
-        """The other side has closed, in order or not."""
-        self._closed = time.perf_counter(), how
-        self._unwatch()
-        self._selector.parse_later(self)
+            self._unwatch()
+        if len(data) >= HOLD_BYTES or len(self._unparsed) >= UNPARSED_READS:
+            self.catch_up()
+        elif len(self._unparsed) == 1:
+            self._selector.parse_later(self)
 
     def catch_up(self) -> None:
         """Parse what has arrived."""
         unparsed, self._unparsed = self._unparsed, []
-        for data, at_s in unparsed:
-            self._reader.feed(data, at_s)
-        closed, self._closed = self._closed, None
-        if closed is not None:
-            self._reader.end_of_stream(*closed)
+        for data, at_s, how in unparsed:
+            if data:
+                self._reader.feed(data, at_s)
+            else:
+                self._reader.end_of_stream(at_s, how)
         if self._reader.over:
             self.finish()
 

@@ -331,17 +331,20 @@ class Reads:
         original = load_test.Connection._read
 
         def reading(connection: Any) -> None:
-            receive, sizes = connection._receive, [0]
+            """Counts what is read once it is stamped."""
+            sizes = [0]
+            real = connection._socket
 
-            def counted(size: int) -> Any:
-                data = receive(size)
-                sizes.append(len(data))
-                return data
+            class Counting:
+                def recv(self, size: int) -> bytes:
+                    data: bytes = real.recv(size)
+                    sizes.append(len(data))
+                    return data
 
-            connection._receive = counted
+            connection._socket = Counting()
             original(connection)
-            connection._receive = receive
-            self.count(sum(sizes))  # read, and stamped
+            connection._socket = real if isinstance(connection._socket, Counting) else connection._socket
+            self.count(sum(sizes))
 
         return mock.patch.object(load_test.Connection, "_read", reading)
 
