@@ -396,7 +396,8 @@ def printable(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     >>> printable("one\\ntwo three", 11)
     'one two...'
     """
-    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    shown = text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+    line = " ".join(shown.split())
     if len(line) <= limit:
         return line
     cut = line[: limit - 3]
@@ -657,7 +658,7 @@ ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
 NOT_LITERAL = bytes(range(0x20)) + b'"\\'
 NO_TAIL = NO_START = b"\0 no read ends, and no event starts like this"
 GIVE_UP_AFTER = 8  # events in a row of which none was plain
-HOLD_READS, HOLD_BYTES = 64, 2048  # how many reads may wait unparsed in a stream, and how long each may be
+HOLD_READS, HOLD_BYTES = 32, 2048  # how many reads may wait unparsed in a stream, and how long each may be
 
 
 class _Starts(dict[int, bytes]):
@@ -1005,7 +1006,7 @@ class Observation:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.deltas = 0
-        self.put_by = 0  # reads not parsed yet, each almost surely one more delta
+        self.held_at = array.array("d")  # arrivals of reads not parsed yet, each almost surely one more delta
         self.moments = array.array("d")  # distinct arrival times of text deltas ...
         self.counts = array.array("L")  # ... and how many arrived at each
         self.usage: dict[str, Any] | None = None
@@ -1164,7 +1165,7 @@ class Stream:
         self._plain_tail = NO_TAIL
         self._misses = 0  # events in a row from which no short cut could be learnt, or on which it failed
         self._held: list[bytes] = []  # reads that look plain, not parsed yet ...
-        self._held_at: list[float] = []  # ... and when each arrived
+        self._held_at = seen.held_at  # ... and when each arrived
 
     # -- what the connection tells
 
@@ -1182,7 +1183,6 @@ class Stream:
         if data.endswith(self._plain_tail) and len(data) < HOLD_BYTES and len(self._held) < HOLD_READS:
             self._held.append(data)
             self._held_at.append(at_s)
-            self.seen.put_by += 1
             return True
         return False
 
@@ -1197,7 +1197,8 @@ class Stream:
         held, held_at = self._held, self._held_at
         if not held:
             return
-        self._held, self._held_at, self.seen.put_by = [], [], 0
+        self._held, self._held_at = [], array.array("d")
+        self.seen.held_at = self._held_at
         if self._plain is not None and self._at_boundary and not self.over:
             data = b"".join(held)
             texts, taken = self._plain.take(data)
@@ -1992,7 +1993,7 @@ class LevelRun:
     @property
     def deltas(self) -> int:
         """Text deltas so far."""
-        running = sum(seen.deltas + seen.put_by for seen in self.active.values())
+        running = sum(seen.deltas + len(seen.held_at) for seen in self.active.values())
         return running + sum(item.seen.deltas for item in self.finished)
 
 
