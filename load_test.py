@@ -1574,6 +1574,7 @@ class Route:
 
 
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)  # of a socket that does not block
+HTTPS_HINT = " (does this port speak https?)"
 CLIENT_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -1582,7 +1583,7 @@ def connect_error_text(error: BaseException, limit_s: float) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS certificate refused: {error.verify_message} (SSL_CERT_FILE names further authorities)"
     if isinstance(error, ssl.SSLError):
-        return f"TLS failed: {error.reason or error} (does this port speak https?)"
+        return f"TLS failed: {error.reason or error}{HTTPS_HINT}"
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return f"no connection within {limit_s:g} s"
     if isinstance(error, ConnectionRefusedError):
@@ -1815,6 +1816,8 @@ async def send_chat(route: Route, payload: bytes, seen: Observation) -> None:
     seen.finish, seen.model = (None if text is None else hide(text) for text in (seen.finish, seen.model))
     if seen.failure is not None:
         asked = f" (asked for {route.target.chat_path})" if seen.status == 404 else ""
+        if seen.failure.error_class == "truncated" and seen.status is None and route.tls is None:
+            asked = HTTPS_HINT
         seen.failure = Failure(seen.failure.error_class, hide(seen.failure.message) + asked)
 
 
@@ -1841,7 +1844,8 @@ async def _get(route: Route, path: str, limit_s: float) -> tuple[ResponseHead, b
         raise ControlError(connect_error_text(connection.error, limit_s))
     problem = answer.problem if answer.over else f"no answer within {limit_s:g} s"
     if problem is not None or answer.http.head is None:
-        raise ControlError(route.secrets.hide(printable(problem or "no response")))
+        hint = HTTPS_HINT if answer.over and answer.http.head is None and route.tls is None else ""
+        raise ControlError(route.secrets.hide(printable(problem or "no response")) + hint)
     return answer.http.head, bytes(answer.body)
 
 

@@ -6,6 +6,7 @@ An answer is a list of steps, done in order once a whole request has come:
     float             a pause in seconds
     HOLD              keep the connection open, silent, until the client closes it
     RESET             close with a TCP reset
+    READ              wait until the client has read, and stamped, all that was sent (see `ClientReads`)
     threading.Event   wait until somebody sets it
     a function        call it: the test's hook into this very moment
 
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Union
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -93,6 +95,7 @@ def json_answer(value: Any, status: str = "200 OK") -> bytes:
 
 HOLD = object()
 RESET = object()
+READ = object()
 Step = Union[bytes, float, threading.Event, Callable[[], object], object]
 
 
@@ -139,6 +142,43 @@ class Request:
 Answer = Callable[[Request], Iterable[Step]]
 
 
+class ClientReads:
+    """How many bytes the program in this process has read and stamped, while `patched()` is in force."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._more = threading.Condition()
+
+    def count(self, size: int) -> None:
+        with self._more:
+            self._bytes += size
+            self._more.notify_all()
+
+    def wait_for(self, size: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: self._bytes >= size, 60)
+
+    def patched(self) -> Any:
+        original = load_test.Connection._read
+
+        def reading(connection: Any) -> None:
+            real, sizes = connection._socket, [0]
+
+            class Counting:
+                def recv(self, size: int) -> bytes:
+                    data: bytes = real.recv(size)
+                    sizes.append(len(data))
+                    return data
+
+            connection._socket = Counting()
+            original(connection)
+            if isinstance(connection._socket, Counting):  # else it has been closed
+                connection._socket = real
+            self.count(sum(sizes))
+
+        return mock.patch.object(load_test.Connection, "_read", reading)
+
+
 class FakeServer:
     """Listens as soon as it is made; use it as a context manager.
 
@@ -152,12 +192,15 @@ class FakeServer:
         host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         reads_bodies: bool = True,
+        reads: ClientReads | None = None,
     ) -> None:
         steps = answer if callable(answer) else None
         fixed = [] if callable(answer) else list(answer)
         self._answer: Answer = steps or (lambda _request: fixed)
         self._tls = tls
         self._reads_bodies = reads_bodies
+        self._reads = reads
+        self._sent = 0
         self.requests: list[Request] = []
         self.arrived = threading.Semaphore(0)
         self.connections = 0
@@ -265,6 +308,7 @@ class FakeServer:
         for step in self._answer(request):
             if isinstance(step, bytes):
                 stream.sendall(step)
+                self._sent += len(step)
                 request.sends.append(time.perf_counter())
             elif isinstance(step, float):
                 self._closing.wait(step)
@@ -272,6 +316,9 @@ class FakeServer:
                 step.wait(30)
             elif step is HOLD:
                 self._hold(stream)
+            elif step is READ:
+                assert self._reads is not None
+                self._reads.wait_for(self._sent)
             elif step is RESET:
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 return

@@ -11,9 +11,11 @@ from fake_server import (
     DONE,
     HOLD,
     LAST_CHUNK,
+    READ,
     RESET,
     STREAM_HEAD,
     TO_CLOSE,
+    ClientReads,
     FakeServer,
     Request,
     Step,
@@ -41,11 +43,11 @@ KINDS: dict[str, tuple[list[Step], str, str]] = {
     # closing and resetting: https://github.com/vllm-project/vllm/pull/54628
     "closes at once": ([], "truncated", "no response"),
     "resets at once": ([RESET], "truncated", "no response"),
-    "resets inside the head": ([b"HTTP/1.1 200 OK\r\nCont", 0.02, RESET], "truncated", "no complete response head"),
+    "resets inside the head": ([b"HTTP/1.1 200 OK\r\nCont", READ, RESET], "truncated", "no complete response head"),
     "closes inside the head": ([b"HTTP/1.1 200 OK\r\n"], "truncated", "no complete response head"),
     "closes after the head": ([CHUNKED], "truncated", "before the last chunk"),
-    "resets in mid-stream": ([CHUNKED, chunk(delta("a")), 0.02, RESET], "truncated", "connection lost"),
-    "resets in mid-stream, unframed": ([TO_CLOSE, delta("a"), 0.02, RESET], "truncated", "connection lost"),
+    "resets in mid-stream": ([CHUNKED, chunk(delta("a")), READ, RESET], "truncated", "connection lost"),
+    "resets in mid-stream, unframed": ([TO_CLOSE, delta("a"), READ, RESET], "truncated", "connection lost"),
     "closes in mid-stream": ([CHUNKED, chunk(delta("a"))], "truncated", "before the last chunk"),
     "closes inside a chunk": ([CHUNKED, chunk(delta("a"))[:-9]], "truncated", "inside a chunk"),
     "closes in mid-stream, unframed": ([TO_CLOSE, delta("a")], "truncated", "before a finish_reason"),
@@ -116,7 +118,29 @@ KINDS: dict[str, tuple[list[Step], str, str]] = {
         "http",
         "http 400: exceed_context_size_error: request (900 tokens)",
     ),
+    # broken off by neither the model nor a limit: each names its reason
+    **{
+        f"broken off: {reason}": ([CHUNKED + chunk(delta("a", finish=reason) + usage(3, 1) + DONE)], "server", reason)
+        for reason in ("abort", "aborted", "error", "cancelled", "timeout", "insufficient_system_resource")
+    },
+    "broken off in silence": ([CHUNKED + chunk(delta("a") + delta(finish="abort")), HOLD], "server", "abort"),
     # other protocols, other encodings
+    "a compressed refusal": (
+        [plain("429 X", gzip.compress(b'{"error":{"message":"slow down"}}'), "text/html", "Content-Encoding: gzip")],
+        "http",
+        "http 429: slow down",
+    ),
+    "a refusal in an unknown compression": (
+        [plain("503 X", b"\x1b\x05\x00", "text/html", "Content-Encoding: br")],
+        "http",
+        "http 503: 3 bytes compressed as br",
+    ),
+    "a refusal that says to be compressed": (
+        [plain("429 X", b"slow down", "text/html", "Content-Encoding: gzip")],
+        "http",
+        "http 429: 9 bytes compressed as gzip",
+    ),
+    "a port that speaks TLS": ([b"\x15\x03\x03\x00\x02\x02\x16"], "protocol", "https://"),
     "a greeting of another service": ([b"SSH-2.0-OpenSSH_9.6\r\n"], "protocol", "SSH-2.0"),
     "zeros": ([b"\0" * 500], "protocol", "expected an HTTP/1 status line"),
     "HTTP/2": ([b"\0\0\x12\x04\0\0\0\0\0"], "protocol", "expected an HTTP/1 status line"),
@@ -170,7 +194,8 @@ def test_an_answer_that_is_none_fails_its_request_alone(kind: str, tmp_path: Pat
     def answer(request: Request) -> list[Step]:
         return steps if request.number == 1 else [whole_stream()]
 
-    with FakeServer(answer) as server:
+    reads = ClientReads()
+    with reads.patched(), FakeServer(answer, reads=reads) as server:
         result = load(server, tmp_path, "--requests", 3, "--max-tokens", 5)
     assert result.code == 0 and result.err == ""
     before, bad, after = result.requests
@@ -220,8 +245,10 @@ def test_an_answer_before_the_prompt_was_read_whole(tmp_path: Path) -> None:
     """As a proxy answers that takes no body of such a length; it then closes with unread bytes, which resets."""
     prompts = tmp_path / "long.txt"
     prompts.write_text("long " * 2_000_000, "utf-8")
-    with FakeServer([plain("413 Too Large", "too large"), 0.2], reads_bodies=False) as server:
-        result = load(server, tmp_path, "--prompts", prompts, "--timeout", 5)
+    reads = ClientReads()
+    steps: list[Step] = [plain("413 Too Large", "too large"), READ]
+    with reads.patched(), FakeServer(steps, reads_bodies=False, reads=reads) as server:
+        result = load(server, tmp_path, "--prompts", prompts)
     (raw,) = result.requests
     assert result.code == 1 and raw["error_class"] == "http" and "too large" in raw["error"]
 

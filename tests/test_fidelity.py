@@ -26,6 +26,7 @@ from fake_server import (
     CHUNKED,
     DONE,
     LAST_CHUNK,
+    ClientReads,
     FakeServer,
     Request,
     Result,
@@ -311,44 +312,6 @@ def test_gaps_and_the_steady_state_follow_from_the_moments(played: list[Level]) 
 # ---------------------------------------------------------------- step by step: nothing is stamped late either
 
 
-class Reads:
-    """How many bytes the client has read: a server can wait until what it has written is read, and stamped."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._more = threading.Condition()
-
-    def count(self, size: int) -> None:
-        with self._more:
-            self._bytes += size
-            self._more.notify_all()
-
-    def wait_for(self, size: int) -> None:
-        with self._more:
-            assert self._more.wait_for(lambda: self._bytes >= size, 60)
-
-    def patched(self) -> Any:
-        original = load_test.Connection._read
-
-        def reading(connection: Any) -> None:
-            """Counts what is read once it is stamped."""
-            sizes = [0]
-            real = connection._socket
-
-            class Counting:
-                def recv(self, size: int) -> bytes:
-                    data: bytes = real.recv(size)
-                    sizes.append(len(data))
-                    return data
-
-            connection._socket = Counting()
-            original(connection)
-            connection._socket = real if isinstance(connection._socket, Counting) else connection._socket
-            self.count(sum(sizes))
-
-        return mock.patch.object(load_test.Connection, "_read", reading)
-
-
 def text_pieces(texts: int) -> list[tuple[bool, bytes]]:
     """A response piece by piece, and whether each carries text. More plain ones in a row than may wait unparsed, and
     some that are not plain."""
@@ -388,7 +351,7 @@ def test_every_text_is_stamped_between_its_sending_and_the_next(
     secure: bool, trusted: ssl.SSLContext, tmp_path: Path
 ) -> None:
     """The server writes a piece only when the one before has been read, and stamps each before the write."""
-    reads, capture = Reads(), Capture()
+    reads, capture = ClientReads(), Capture()
     pieces = text_pieces(2 * load_test.HOLD_READS + 20)
     sent_at: list[float] = []
 

@@ -13,9 +13,10 @@ from fake_server import (
     CHUNKED,
     DONE,
     HOLD,
-    LAST_CHUNK,
+    READ,
     RESET,
     TO_CLOSE,
+    ClientReads,
     FakeServer,
     Running,
     Step,
@@ -25,7 +26,6 @@ from fake_server import (
     json_answer,
     load,
     plain,
-    usage,
     whole_stream,
 )
 
@@ -62,18 +62,13 @@ def no_other_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_certificate_is_accepted_through_ssl_cert_file(tls: ssl.SSLContext, ca_file: Path, tmp_path: Path) -> None:
     """In a process of its own, as a user does it."""
-    steps: list[Step] = [CHUNKED, 0.02, chunk(delta("a")), 0.02, chunk(delta("b"))]
-    steps.append(chunk(delta(finish="stop") + usage(4, 2) + DONE) + LAST_CHUNK)
-    with FakeServer(steps, tls=tls) as server:
+    with FakeServer([whole_stream(2)], tls=tls) as server:
         argv = arguments(tmp_path, server.base_url, "--concurrency", "1,3", "--requests", 3, "--warmup", 1)
         with Running(tmp_path, argv, env={"SSL_CERT_FILE": str(ca_file)}) as running:
             result = running.finish()
     assert result.code == 0 and result.err == ""
     assert [record["completed"] for record in result.levels] == [3, 3]
     assert {record["base_url"] for record in result.levels} == {server.base_url}
-    for raw in result.requests:
-        assert raw["ttft_s"] >= 0.019 and raw["last_token_s"] - raw["ttft_s"] >= 0.019
-        assert raw["connect_s"] > 0  # the handshake is in it, not in the time to first token
     assert server.requests[0].headers["host"] == server.authority
 
 
@@ -126,16 +121,18 @@ def test_the_name_is_checked_and_the_address_is_pinned(
 
 
 def test_https_to_a_plain_port(tmp_path: Path) -> None:
+    """Such a server waits for a blank line that never comes."""
     with FakeServer([whole_stream()]) as server:
         result = load(server.base_url.replace("http:", "https:"), tmp_path, "--timeout", "0.5")
     assert result.code == 1 and result.levels[0]["errors"] == {"connect": 1}
     assert "TLS" in result.levels[0]["first_error"] or "no connection" in result.levels[0]["first_error"]
 
 
-def test_plain_http_to_a_tls_port(tls: ssl.SSLContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [["--warmup", "0"], ["--model", ""]])
+def test_plain_http_to_a_tls_port_names_https(option: list[str], tls: ssl.SSLContext, tmp_path: Path) -> None:
     with FakeServer([whole_stream()], tls=tls) as server:
-        result = load(server.base_url.replace("https:", "http:"), tmp_path, "--timeout", 2)
-    assert result.code == 1 and result.levels[0]["failed"] == 1
+        result = load(server.base_url.replace("https:", "http:"), tmp_path, *option)
+    assert result.code == 1 and "does this port speak https?" in result.said
 
 
 ENDS: list[tuple[str, list[Step], str | None]] = [
@@ -146,8 +143,7 @@ ENDS: list[tuple[str, list[Step], str | None]] = [
     ("a large event", [TO_CLOSE + delta("x" * 200_000) + DONE], None),
     ("closed in mid-stream", [CHUNKED + chunk(delta("a"))], "truncated"),
     ("closed in mid-stream, unframed", [TO_CLOSE + delta("a")], "truncated"),
-    ("reset in mid-stream", [CHUNKED + chunk(delta("a")), 0.02, RESET], "truncated"),
-    ("silence", [CHUNKED + chunk(delta("a")), HOLD], "timeout"),
+    ("reset in mid-stream", [CHUNKED + chunk(delta("a")), READ, RESET], "truncated"),
     ("closed at once", [], "truncated"),
     ("an error", [plain("503 X", '{"error":"Loading model"}')], "http"),
 ]
@@ -163,8 +159,9 @@ def test_ends_are_the_same_over_tls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ca_file))
-    with FakeServer(steps, tls=tls) as server:
-        result = load(server, tmp_path, "--requests", 2, "--timeout", "0.5" if error_class == "timeout" else "20")
+    reads = ClientReads()
+    with reads.patched(), FakeServer(steps, tls=tls, reads=reads) as server:
+        result = load(server, tmp_path, "--requests", 2)
     assert [raw["error_class"] for raw in result.requests] == [error_class] * 2, result.requests[0]["error"]
 
 
