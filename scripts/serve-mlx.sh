@@ -43,7 +43,7 @@ need_port PORT "$PORT"
 need_number PROMPT_CACHE_SIZE "$PROMPT_CACHE_SIZE"
 need_number DECODE_CONCURRENCY "$DECODE_CONCURRENCY"
 need_number PROMPT_CONCURRENCY "$PROMPT_CONCURRENCY"
-[ -d "$MODEL" ] || die "there is no folder MODEL '$MODEL': set MODEL to a folder with config.json"
+[ -d "$MODEL" ] || die "there is no folder MODEL '$MODEL': set MODEL to a folder with config.json, or fetch the lab's: bash $SCRIPTS_WORD/fetch-models.sh"
 [ -f "$MODEL/config.json" ] || die "there is no config.json in MODEL '$MODEL': is the download complete?"
 MODEL="$(CDPATH='' cd -- "$MODEL" && pwd)"
 

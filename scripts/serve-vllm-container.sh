@@ -59,7 +59,7 @@ case "$MODEL" in
 *) die "MODEL '$MODEL' must be a folder below /models, which is '$MODELS_DIR' on this machine" ;;
 esac
 checkpoint="$MODELS_DIR${MODEL#/models}"
-[ -f "$checkpoint/config.json" ] || die "there is no checkpoint for MODEL '$MODEL': '$checkpoint/config.json' is missing"
+[ -f "$checkpoint/config.json" ] || die "there is no checkpoint for MODEL '$MODEL': '$checkpoint/config.json' is missing; fetch the lab's: bash $SCRIPTS_WORD/fetch-models.sh"
 
 need "$DOCKER" "to run the container"
 "$DOCKER" image inspect "$IMAGE" >/dev/null 2>&1 ||

@@ -44,7 +44,7 @@ repository='^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$'
 if [ -d "$MODEL" ]; then
   [ -f "$MODEL/config.json" ] || die "there is no config.json in MODEL '$MODEL': is the download complete?"
 elif ! [[ "$MODEL" =~ $repository ]]; then
-  die "there is no folder MODEL '$MODEL': set MODEL to a folder with config.json, or to a repository id such as Qwen/Qwen3-8B"
+  die "there is no folder MODEL '$MODEL': set MODEL to a folder with config.json or a repository id such as Qwen/Qwen3-8B, or fetch the lab's: bash $SCRIPTS_WORD/fetch-models.sh"
 fi
 if [ -x "$VLLM_VENV/bin/vllm" ]; then
   vllm="$VLLM_VENV/bin/vllm"

@@ -188,8 +188,8 @@ class Lab:
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "RECORD": str(self.record),
-            "STOP_SECONDS": "20",
-            "READY_SECONDS": "60",
+            "STOP_SECONDS": "100",
+            "READY_SECONDS": "250",
         }
 
     def stand_in(self, path: Path, text: str) -> None:
@@ -236,7 +236,7 @@ class Lab:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
-            timeout=120,
+            timeout=280,  # a net: no test may fail by the machine's load
         )
 
     def start(self, script: str, *args: str, **settings: str) -> subprocess.Popen[str]:

@@ -175,7 +175,7 @@ def test_what_llama_server_decided_is_read_from_its_log(lab: Lab) -> None:
             if "decided, says its log" in line:
                 break
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=280)
     assert "n_slots = 4, n_ctx_slot = 512, kv_unified = 'true', offloaded 37/37 layers" in shown[-1]
     (slots,) = (line for line in shown if line.startswith("  slots "))
     assert slots.endswith(" as many as llama-server decides\n")
@@ -327,7 +327,7 @@ def help_of(lab: Lab, path: Path, *, through: Path | None = None, flag: str = "-
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=280,
     )
     assert result.returncode == 0 and result.stderr == ""
     return result.stdout
@@ -437,6 +437,6 @@ def test_a_port_is_seen_by_a_bash_without_dev_tcp(root: Path, path: str | None, 
     with socket.create_server(("127.0.0.1", 0)) as server:
         for port, state in ((server.getsockname()[1], "open"), (free_port, "closed")):
             done = subprocess.run(
-                [BASH, "-c", script, "test", str(port)], capture_output=True, encoding="utf-8", timeout=60
+                [BASH, "-c", script, "test", str(port)], capture_output=True, encoding="utf-8", timeout=280
             )
             assert (done.stdout, done.stderr) == (f"{state}\n", "")

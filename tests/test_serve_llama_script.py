@@ -23,7 +23,9 @@ def tiny_model(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_tiny(root: Path, path: Path, *args: str) -> None:
-    subprocess.run([sys.executable, str(root / "tests/engines/tiny_gguf.py"), str(path), *args], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(root / "tests/engines/tiny_gguf.py"), str(path), *args], check=True, timeout=280
+    )
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_the_real_server_starts_answers_and_stops(
             answers = [chat(free_port, f"{words} and then?") for words in ("First", "Über 5 µs — or", "{}\n\t")]
         finally:
             process.send_signal(signal.SIGTERM)
-            shown += process.communicate(timeout=30)[0]
+            shown += process.communicate(timeout=280)[0]
     assert process.returncode == 0
     for answer in answers:
         assert answer["choices"][0]["finish_reason"] == "length", "no answer ends early"
@@ -108,7 +110,7 @@ def chat(port: int, prompt: str) -> Any:
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200, "temperature": 0}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode())
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as answer:
+    with opener.open(request, timeout=280) as answer:
         return json.load(answer)
 
 
@@ -119,7 +121,7 @@ def test_the_wheel_server_refuses_a_flag_that_it_does_not_know(wheel_server: Pat
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=280,
     )
     assert done.returncode == 2
     assert "--no-such-flag" in done.stderr
@@ -133,7 +135,7 @@ def test_the_wheel_server_ends_where_it_cannot_listen(wheel_server: Path, tiny_m
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
-            timeout=60,
+            timeout=280,
         )
     assert done.returncode == 1
     assert "did not start" in done.stderr
