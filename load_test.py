@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Measure what an OpenAI-compatible LLM server gives at several concurrency levels.
+from __future__ import annotations
+
+__doc__ = """Measure what an OpenAI-compatible LLM server gives at several concurrency levels.
 
 Each level keeps a fixed number of streamed chat requests in flight (a closed
 loop), and becomes one JSON line in a notebook: output throughput, goodput,
@@ -14,9 +16,7 @@ Output: two lines a level on stdout, one JSON line a level appended to --labbook
 
 Exit codes: 0; 1 a server or a result is at fault; 2 bad arguments, or a notebook
 that cannot be written (found before the first request); 130 after Ctrl-C.
-"""
-
-from __future__ import annotations
+"""  # assigned: --help shows it, and `python -OO` drops a docstring
 
 import signal
 

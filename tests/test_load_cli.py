@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import hashlib
 import json
 import os
 import re
@@ -416,6 +417,11 @@ def test_a_given_model_is_not_looked_up(tmp_path: Path) -> None:
         (json_answer([]), 2, "0 models"),
         (json_answer("text"), 2, "0 models"),
         (plain("404 Not Found", "Not Found"), 1, "404"),
+        (
+            plain("301 Moved", "", "text/html", "Location: https://elsewhere/v1/models"),
+            1,
+            "https://elsewhere/v1/models",
+        ),
         (plain("503 Loading", '{"error":{"message":"Loading model"}}'), 1, "Loading model"),
         (plain("200 OK", "<html>a page\x1b[2J</html>", "text/html"), 1, "did not answer JSON"),
         (plain("200 OK", "[" * 100000), 1, "did not answer JSON"),
@@ -433,7 +439,35 @@ def test_without_a_model_there_must_be_just_one(answer: Step, code: int, says: s
     assert not server.chats and result.levels == []
 
 
+@pytest.mark.parametrize("flags", ["-O", "-OO"])
+def test_help_needs_no_docstring(flags: str) -> None:
+    """Python drops docstrings at -OO."""
+    program = str(load_test.__file__)
+    said = [
+        subprocess.run([sys.executable, *more, program, "--help"], capture_output=True, encoding="utf-8", check=True)
+        for more in ([], [flags])
+    ]
+    assert said[0].stdout == said[1].stdout and "Examples:" in said[0].stdout
+
+
 # ---------------------------------------------------------------- prompts
+
+
+def test_prompt_text_tells_one_text_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: load_test.prompt_text(name) for name in (*load_test.PROMPT_SETS, "file:x")}
+    assert before["file:x"] is None and before["shared-prefix"] == before["unique-prefix"]
+    assert all(re.fullmatch("[0-9a-f]{8}", str(text)) for name, text in before.items() if name != "file:x")
+    assert len(set(before.values())) == 4
+    monkeypatch.setattr(load_test, "RULES", load_test.RULES[1:])
+    changed = {name for name, text in before.items() if load_test.prompt_text(name) != text}
+    assert changed == {"shared-prefix", "unique-prefix"}
+
+
+def test_the_preamble_is_that_of_an_agent() -> None:
+    """1,364 tokens under Qwen's tokeniser (the vocabulary of the package `dashscope`), measured when it was written."""
+    text = load_test.preamble()
+    assert hashlib.sha256(text.encode()).hexdigest()[:8] == "501262a1", "measure the tokens again, 1,355 to 1,375"
+    assert text.count('"type": "object"') == len(load_test.TOOLS) and 15 < len(load_test.TOOLS) < 25
 
 
 def sent_prompts(tmp_path: Path, *args: object, requests: int = 6) -> list[Any]:

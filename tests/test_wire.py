@@ -679,6 +679,90 @@ def test_where_the_cached_tokens_come_from(sent: dict[str, Any], cached: int | N
     assert replay(event(sent)).record(0, BEGIN).cached_tokens == cached
 
 
+DETAILS = {"completion_tokens_details": {"reasoning_tokens": 400}}
+TOOL = delta(tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
+THOUGHT = delta(reasoning="hm")
+# The counts a server gives for 20 one-letter deltas 1 s apart, what else it streams, and what TPOT is then over.
+COUNTS: dict[str, tuple[list[bytes], float | None, tuple[str, ...]]] = {
+    "as many as deltas": ([usage(5, 20)], 1.0, ()),
+    "none": ([], 1.0, ()),
+    "zeros": ([usage(0, 0)], 1.0, ()),
+    "two a delta, up to what letters can hold": ([usage(5, 36)], 19 / 35, ()),
+    "an end-of-text token more": ([usage(5, 21)], 19 / 20, ()),
+    "half as many": ([usage(5, 10)], 19 / 9, ()),
+    "under half as many": ([usage(5, 9)], None, (load_test.FEWER_THAN_DELTAS,)),
+    "two for twenty": ([usage(5, 2)], None, (load_test.FEWER_THAN_DELTAS,)),
+    "more than letters can hold": ([usage(5, 37)], None, (load_test.MORE_THAN_TEXT,)),
+    "hidden reasoning that nobody tells apart": (
+        [usage(5, 420)],
+        None,
+        (load_test.OVER_MAX_TOKENS, load_test.MORE_THAN_TEXT),
+    ),
+    "hidden reasoning": ([usage(5, 420, **DETAILS)], 1.0, (load_test.HIDDEN_REASONING, load_test.OVER_MAX_TOKENS)),
+    "more hidden than counted": (
+        [usage(5, 20, **DETAILS)],
+        None,
+        (load_test.HIDDEN_REASONING, load_test.FEWER_THAN_DELTAS),
+    ),
+    "reasoning that was streamed": ([THOUGHT, usage(5, 21, **DETAILS)], 19 / 20, ()),
+    "a tool call, which has markers of its own": ([TOOL, usage(5, 60)], 19 / 59, ()),
+    "more than was asked for": ([usage(5, 101)], None, (load_test.OVER_MAX_TOKENS, load_test.MORE_THAN_TEXT)),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_tpot_is_over_the_tokens_that_were_streamed_or_null_with_a_reason(kind: str) -> None:
+    last, tpot_s, notes = COUNTS[kind]
+    stream = new_stream()
+    stream.seen.max_tokens = 100
+    stream.feed(CHUNKED, BEGIN)
+    for second in range(20):
+        stream.feed(chunk(delta("a")), BEGIN + second)
+    stream.feed(b"".join(map(chunk, last)) + chunk(delta(finish="stop") + DONE), BEGIN + 19)
+    record = stream.seen.record(0, BEGIN)
+    assert record.ok and record.count_notes == notes
+    assert record.tpot_s == (None if tpot_s is None else pytest.approx(tpot_s, abs=1e-8))
+    assert (record.streamed_tokens is None) is (tpot_s is None)
+    assert record.output_tokens == (stream.seen.usage or {}).get("completion_tokens", 0) or record.deltas
+    assert record.prompt_tokens == (5 if b"5" in b"".join(last) else None)  # a prompt of no tokens cannot be
+    assert record.raw().get("count_notes", ()) == notes and "model" not in record.raw()
+
+
+# Text that stands elsewhere than in a string: the answer and the thoughts that are read out of a delta.
+PARTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "parts": ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab", ""),
+    "one part, not in a list": ({"content": {"type": "text", "text": "a"}}, "a", ""),
+    "thinking": ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]}, "", "hm"),
+    "thinking, then text": (
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+        "a",
+        "hm",
+    ),
+    "reasoning parts": ({"reasoning": [{"type": "reasoning.text", "text": "hm"}]}, "", "hm"),
+    "parts in parts": ({"content": [[{"text": [{"text": [{"text": "a"}]}]}]]}, "a", ""),
+    "a refusal": ({"refusal": "no"}, "no", ""),
+    "a refusal as a part": ({"content": [{"type": "refusal", "refusal": "no"}]}, "no", ""),
+    "an empty part": ({"content": [{"type": "text", "text": ""}]}, "", ""),
+    "a part of another kind": ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "", ""),
+    "no part": ({"content": [None, 5, {"text": 5}, {"text": None}, [], {}]}, "", ""),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_text_in_parts_is_text(kind: str) -> None:
+    fields, answer, thoughts = PARTS[kind]
+    seen = replay(*[delta(**fields)] * 3)
+    assert (seen.text(), seen.text(thoughts=True)) == ("a" + 3 * answer, 3 * thoughts)
+    assert seen.deltas == 1 + 3 * bool(answer or thoughts)
+
+
+def test_a_depth_that_no_parser_would_follow_is_read_or_refused() -> None:
+    for depth in (100, 900, 30000):
+        deep = b'[{"text":' * depth + b'"a"' + b"}]" * depth
+        seen = feed([TO_CLOSE + b'data: {"choices":[{"delta":{"content":' + deep + b"}}]}\n\n" + DONE])
+        assert seen.deltas == 1 or (seen.failure is not None and seen.failure.error_class == "protocol")
+
+
 def told(*events: bytes) -> load_test.Observation:
     seen = feed([TO_CLOSE + b"".join([delta("a"), *events, delta(finish="stop"), DONE])])
     assert seen.failure is None
