@@ -48,6 +48,7 @@ import selectors
 import socket
 import ssl
 import stat
+import statistics
 import subprocess
 import sys
 import threading
@@ -2879,23 +2880,19 @@ def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried]) -> 
     """What a search has found, in one sentence with its conditions."""
     low, high = bracket(tried)
     last = records[-1]
-    terms = (
-        f"TTFT {last['slo_ttft_s']:g} s and TPOT {last['slo_tpot_s']:g} s at the 90th percentile without a failure "
-        f"({last['prompt_set']} prompts, at most {last['max_tokens']} tokens each)"
-    )
+    slo = f"TTFT {last['slo_ttft_s']:g} s and TPOT {last['slo_tpot_s'] * 1000:g} ms (p90) without a failure"
+    sent = f"{last['prompt_set']} prompts, at most {last['max_tokens']} tokens"
     if not low:
-        return f"No level stays inside {terms}: {high} in flight is outside already."
-    runs = [record for record in records if record["concurrency"] == low]
-    tpots = sorted(_known(record["tpot_s"]["p50"] for record in runs))
-    each = f", each then reading {1 / percentile(tpots, 50):.1f} tokens/s" if tpots and tpots[0] > 0 else ""
-    rates = sorted(_known(record["output_tokens_per_s"] for record in runs))
-    beyond = f"{low} was the highest tried" if high is None else f"{high} is outside"
+        return f"No level stays inside {slo}: {high} in flight is outside already ({sent})."
+    rates = [one["output_tokens_per_s"] or 0.0 for one in records if one["concurrency"] == low]
+    many = "1 request in flight stays" if low == 1 else f"{low} requests in flight stay"
     dips = sorted({run.concurrency for run in tried if run.concurrency < low and not run.inside})
-    if dips:
-        beyond += f", and so was {', '.join(map(str, dips))} once"
+    beyond = f"{low} was the highest tried" if high is None else f"{high} is outside"
+    beyond += f", and so was {', '.join(map(str, dips))} once" if dips else ""
     return (
-        f"{'At least' if high is None else 'Up to'} {low} request(s) at once stay inside {terms}{each}; {beyond}; "
-        f"{len(runs)} run(s) at {low}, all inside, {rates[0]:.1f} to {rates[-1]:.1f} tok/s."
+        f"{'At least' if high is None else 'Up to'} {many} inside {slo}, each then getting "
+        f"{statistics.median(rates) / low:.1f} tokens/s; {beyond}; {len(rates)} runs of that level, "
+        f"{min(rates):.1f} to {max(rates):.1f} tok/s ({sent})."
     )
 
 

@@ -170,18 +170,29 @@ def linear(a_ms: float, b_ms: float, slots: int = 10**6) -> Times:
 
 
 FOUND: list[tuple[Times, list[object], list[str], int]] = [  # engine, options, what the answer says, exit code
-    (linear(20, 1.5), ["--slo-tpot", 0.0809], ["Up to 40 request(s)", "42 is outside", "12.5 tokens/s", "2 run(s)"], 0),
-    (linear(20, 1.5, 8), ["--slo-ttft", 0.3], ["Up to 16 request(s)", "17 is outside", "31.2 tokens/s"], 0),
-    (lambda c, _: (0.1, 0.02) if c <= 25 else None, [], ["Up to 25 request(s)", "26 is outside"], 0),
+    (
+        linear(20, 1.5),
+        ["--slo-tpot", 0.0809],
+        ["Up to 40 requests in flight stay", "42 is outside", "TPOT 80.9 ms (p90)", "12.5 tokens/s", "2 runs"],
+        0,
+    ),
+    (
+        linear(20, 1.5, 8),
+        ["--slo-ttft", 0.3],
+        ["Up to 16 requests in flight stay", "17 is outside"],
+        0,
+    ),
+    (lambda c, _: (0.1, 0.02) if c <= 25 else None, [], ["Up to 25 requests in flight stay", "26 is outside"], 0),
+    (linear(20, 1.5), ["--slo-tpot", 0.0216], ["Up to 1 request in flight stays", "2 is outside", "46.5 tokens/s"], 0),
     (linear(200, 0), [], ["No level stays inside", "1 in flight is outside"], 0),
-    (linear(5, 0), [], ["At least 256 request(s)", "256 was the highest tried", "200.0 tokens/s"], 0),
+    (linear(5, 0), [], ["At least 256 requests in flight stay", "256 was the highest tried", "200.0 tokens/s"], 0),
     (
         lambda c, level: (0.1, 0.2 if c == 5 or c > 30 else 0.02),
         [],
-        ["Up to 30 request(s)", "31 is outside, and so was 5 once"],
+        ["Up to 30 requests in flight stay", "31 is outside, and so was 5 once"],
         0,
     ),
-    (linear(5, 0), [64], ["At least 64 request(s)", "64 was the highest tried"], 0),
+    (linear(5, 0), [64], ["At least 64 requests in flight stay", "64 was the highest tried"], 0),
 ]
 
 
@@ -203,7 +214,7 @@ def test_a_server_that_dies_during_the_search_is_a_fault(tmp_path: Path, monkeyp
     gone = plain("500 X", "out of memory")
     result, levels = run_engine(monkeypatch, tmp_path, times, "--find-operating-point", behind=gone)
     assert result.code == 1 and "answers no more after c=160: http 500: 'out of memory'" in one_line(result)
-    assert len(levels) == len(result.levels) == 7 and "request(s) at once" not in result.out
+    assert len(levels) == len(result.levels) == 7 and "in flight stay" not in result.out
 
 
 # ---------------------------------------------------------------- until the figures hold
