@@ -33,6 +33,7 @@
 #                sets' 2,300 tokens on a CPU]
 #   DEEP_LAYERS  layers of the model for the cross-check [48]
 #   THREADS      of llama-server [1: the model is too small to share out, and a second one would wait in the client's way]
+#   LOAD         options of load_test.py for sweep and variants, as in LOAD="--max-tokens 16" [none]
 #   LIMIT_PERCENT  how far crosscheck.sh lets the two clients differ [5]
 #
 # Prints a verdict for each engine. Exit: 0 when all passed, 1 when one did not, 2 for a wrong setting.
@@ -221,6 +222,8 @@ clean_up_after() {
 
 # prove ENGINE - in the current folder.
 prove() {
+  local load
+  read -ra load <<<"${LOAD:-}"
   [ "$1" != mlx ] || LAYERS="${LAYERS:-1}"
   LAYERS="${LAYERS:-8}"
   DEEP_LAYERS="${DEEP_LAYERS:-48}"
@@ -250,11 +253,11 @@ prove() {
     vllm) serve_vllm ;;
     mlx) MODEL="$MLX_MODEL" start_server "$PORT" mlx-server.log serve-mlx.sh ;;
     esac
-    LLAMA_QUANT="F32, tiny random" MLX_QUANT="bf16, tiny random" bash "$SCRIPTS_DIR/sweep.sh" "$1"
+    LLAMA_QUANT="F32, tiny random" MLX_QUANT="bf16, tiny random" bash "$SCRIPTS_DIR/sweep.sh" "$1" ${load[@]+-- "${load[@]}"}
     clean_up_after "$1"
   fi
   if [ "$1" = llama ] && wanted variants; then
-    LLAMA_QUANT="F32, tiny random" bash "$SCRIPTS_DIR/variants.sh"
+    LLAMA_QUANT="F32, tiny random" bash "$SCRIPTS_DIR/variants.sh" ${load[@]+-- "${load[@]}"}
   fi
   if [ "$1" = vllm ] && wanted admission; then
     bash "$SCRIPTS_DIR/admission.sh" -- --enforce-eager
