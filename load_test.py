@@ -2492,7 +2492,7 @@ def split_by_histograms(ttft_mean_s: float | None, before: Snapshot, after: Snap
     return {name: {"mean": round(value, 6)} for name, value in parts.items()}
 
 
-def within_objective(request: RequestRecord, slo_ttft_s: float, slo_tpot_s: float) -> bool:
+def within_slo(request: RequestRecord, slo_ttft_s: float, slo_tpot_s: float) -> bool:
     """Whether a request meets both limits; below 2 tokens there is no TPOT to fail, but an unknown one is not met."""
     if not request.ok or request.ttft_s is None or request.streamed_tokens is None:
         return False
@@ -2508,7 +2508,7 @@ def level_figures(
     tokens = sum(request.output_tokens for request in good)
     streamed = [request for request in good if request.streamed_tokens is not None]
     deltas = sum(request.deltas for request in streamed)
-    within = sum(within_objective(request, slo_ttft_s, slo_tpot_s) for request in good)
+    within = sum(within_slo(request, slo_ttft_s, slo_tpot_s) for request in good)
     busy_s = math.fsum(request.connect_s + request.ended_s for request in requests)
     per_request = sorted(request.output_tokens for request in good)
     failed = [request for request in requests if not request.ok]
