@@ -79,7 +79,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import IO, Any, Callable, NamedTuple, NoReturn
 
 try:
@@ -244,7 +244,7 @@ class Record:
         """The value at a dotted path, or None."""
         value: Any = self.data
         for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
+            value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def number(self, path: str) -> Printed | None:
@@ -841,6 +841,7 @@ def ratio_interval(runs_a: Sequence[float], runs_b: Sequence[float]) -> Ratio | 
     return Ratio(*(ten_digits(math.exp(value)) for value in (middle - reach, middle, middle + reach)))
 
 
+@lru_cache(maxsize=1000)
 def student_t(freedom: float, confidence: float = 0.95) -> float:
     """The t that a Student variable of so many degrees of freedom stays within, either side, with this confidence.
 
