@@ -511,6 +511,7 @@ def read_object(
 # ----------------------------------------------------------------------------------------------- figures of a curve
 
 KNEE_SHARE = 0.5  # of one request's throughput at the lowest level, per added request
+NOISE = 0.05  # single runs often differ by so much: two levels alone show no less
 WORST_FIT = 0.25  # a line that misses a level by more is no model of a step
 
 
@@ -625,8 +626,8 @@ class Fit:
         misses a level by. What rests on b (ceiling, c at the SLO, per-sequence cost) is said only then."""
         top_ms = self.a_ms + self.b_ms * self.levels[-1]
         surely_up = self.b_ms > 0 and (self.b_interval_ms is None or self.b_interval_ms[0] > 0)
-        growth_ms = self.b_ms * (self.levels[-1] - self.levels[0])
-        return surely_up and top_ms > 0 and growth_ms / top_ms > self.largest_residual
+        growth_ms, unseen = self.b_ms * (self.levels[-1] - self.levels[0]), 0.0 if self.b_interval_ms else NOISE
+        return surely_up and top_ms > 0 and growth_ms / top_ms > max(self.largest_residual, unseen)
 
     @property
     def ceiling(self) -> float | None:
@@ -974,6 +975,7 @@ def near_linear(curve: Curve, level: Level) -> Sign | None:
     )
     more = level is curve.usable[-1] and curve.knee is None
     advice = "measure higher levels: the knee is not reached" if more else f"admit at least {level.c} at once"
+    advice = "the SLO, not throughput, is the limit here" if level.slo_misses else advice
     return Sign(f"{text}c={lowest.c}", {"scaling": scaling, "tpot_growth": slower_times}, advice=advice)
 
 
@@ -1080,7 +1082,7 @@ def drifting(curve: Curve, level: Level) -> Sign | None:
     text += f"{1000 * last:.1f} ms over the last"
     values = {"tpot_first_third_s": first, "tpot_last_third_s": last}
     if last < first:
-        return Sign(f"{text}: the server was still warming up", values, advice="warm it up first: --warmup auto")
+        return Sign(f"{text}: probably still warming up", values, False, "warm it up first: --warmup auto")
     clock, heat = level.median("gpu.sm_clock_mhz_min"), level.median("gpu.temperature_c_max")
     best = max(other.median("gpu.sm_clock_mhz_min") or 0.0 for other in curve.usable)
     if (clock is not None and clock < SLOW_CLOCK * best) or (heat is not None and heat >= HOT_C):
@@ -1099,12 +1101,14 @@ def other_prefills(curve: Curve, level: Level) -> Sign | None:
 
 
 def past_saturation(curve: Curve, level: Level) -> Sign | None:
-    """More requests give less: throughput is below that of a lower level while as many are in flight."""
-    lower = [other for other in curve.usable if other.c < level.c]
-    best = max(lower, key=lambda other: other.median("output_tokens_per_s") or 0.0, default=level)
+    """More requests give less: throughput is below its peak at a lower level while as many are in flight."""
+    best = max(curve.usable, key=lambda other: other.median("output_tokens_per_s") or 0.0)
     fall = change(best, level, "output_tokens_per_s")
-    held = (level.median("mean_in_flight") or 0.0) >= (best.median("mean_in_flight") or 0.0)
-    if fall is None or best is level or not held or fall.shown is False or fall.times >= (1.0 if fall.shown else FALL):
+    in_flight, best_in_flight = level.median("mean_in_flight"), best.median("mean_in_flight")
+    held = in_flight is not None and best_in_flight is not None and in_flight >= best_in_flight
+    if fall is None or best.c >= level.c or not held or fall.shown is False:
+        return None
+    if fall.times >= (1.0 if fall.shown else FALL):
         return None
     rates = [shown(one.median("output_tokens_per_s"), 1) for one in (best, level)]
     text = f"past saturation: throughput falls from {rates[0]} at c={best.c} to {rates[1]} at c={level.c} while in "
@@ -1179,7 +1183,10 @@ def short_level(curve: Curve, level: Level) -> Sign | None:
     if not low or client_evidence(level) or rounds is None:
         return None
     if rounds < FEW_ROUNDS:
-        return Sign(f"short level: {low} over {rounds:.1f} rounds at c={level.c}, and the client was idle")
+        idle = (
+            "the client was idle" if level.median("client.cpu_fraction") is not None else "the client is not recorded"
+        )
+        return Sign(f"short level: {low} over {rounds:.1f} rounds at c={level.c}, and {idle}")
     advice = "look for a limit between client and server (a proxy, a connection limit), or run the client elsewhere"
     return Sign(f"{low} over {rounds:.1f} rounds at c={level.c}, and nothing recorded says why", {}, False, advice)
 
@@ -2096,7 +2103,9 @@ RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] 
         "interrupted",
         WARN,
         WARN,
-        partial(each_level, lambda level: "interrupted" if level.interrupted else None, "no level was cut short"),
+        partial(
+            each_level, lambda level: "interrupted" if level.interrupted else None, "no level has only interrupted runs"
+        ),
     ),
     ("rounds", WARN, WARN, partial(each_level, few_rounds, "every level has at least 2 rounds (requests / c)")),
     ("curve-summary", WARN, None, rule_summary),
@@ -2301,12 +2310,12 @@ def answer(curve: Curve) -> dict[str, Any]:
         text = "No SLO is recorded with the levels, so none can be said to stay inside it (--slo-ttft, --slo-tpot)."
     elif level is None:
         lowest = outside[0]
-        misses = " and ".join(lowest.slo_misses or [])
-        text = f"No level measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
+        misses, known = " and ".join(lowest.slo_misses or []), all(one.slo_misses is not None for one in tried)
+        text = f"No level {'' if known else 'with an SLO '}measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
     else:
         higher = [one for one in outside if one.c > level.c]
         lower = [one.c for one in outside if one.c < level.c]
-        above, runs = bool(higher), counted(len(level.runs), "run")
+        above = bool(higher)
         text = f"{'Up to' if above else 'At least'} {counted(level.c, 'request')} in flight "
         text += f"{'stays' if level.c == 1 else 'stay'} inside {slo_text(level)} (p90)"
         text += "" if rate is None else f", each then getting {rate / level.c:.1f} tokens/s"
@@ -2316,7 +2325,9 @@ def answer(curve: Curve) -> dict[str, Any]:
             highest = "the highest level measured" if level is tried[-1] else "the highest with a verdict"
             text += f"; {level.c} is {highest}, so this is a lower bound"
         text += f"; yet c={c_list(lower)} was outside" if lower else ""
-        text += f" ({runs}{': run-to-run variance unknown' if len(level.runs) == 1 else ' of that level'})."
+        inside = sum(Level(level.c, (run,)).slo_misses == [] for run in level.runs)
+        runs = "1 run: run-to-run variance unknown" if len(level.runs) == 1 else f"{inside} of {len(level.runs)} runs"
+        text += f" ({runs})."
     return {
         "text": text,
         "c": curve.operating_point,

@@ -137,6 +137,11 @@ CASES: list[tuple[str, list[Json], list[int], list[Json]]] = [
     ("past_saturation", runs(10, (340,)) + runs(20, (300,)), [20], runs(10, (340,)) + runs(20, (330,))),
     ("past_saturation", runs(10, (340,)) + runs(20, (300,)), [20],
      runs(10, (340,)) + runs(20, (300,), mean_in_flight=9.0)),
+    # a dip, for more comes at 20; and nobody knows what was in flight
+    ("past_saturation", runs(5, (300, 305)) + runs(10, (280, 282)), [10],
+     runs(5, (300, 305)) + runs(10, (280, 282)) + runs(20, (400, 402))),
+    ("past_saturation", runs(10, (340,)) + runs(20, (300,)), [20],
+     runs(10, (340,), mean_in_flight=None) + runs(20, (300,), mean_in_flight=None)),
     ("preemptions", [exact(20, server={"preemptions": 3})], [20], [exact(20, server={"preemptions": 0})]),
     ("client", [exact(1), exact(20, client=LAGGING)], [20], [exact(20, client={"loop_lag_s": {"p99": 0.0019}})]),
     ("client", [exact(20, client=BUSY)], [20], [exact(20, client=BUSY, wall_s=0.004)]),  # 90 % of 4 ms is start-up
@@ -216,6 +221,13 @@ def test_what_is_unsure_says_so() -> None:
     old = version_1_record(Load(c=20), simulate(Load(c=20), random.Random(1)), decimals(6), decimals(4))
     busy = said_of({**old, "mean_in_flight": 11.0})["client"]
     assert not busy.certain and "possibly" in busy.text and "client" not in said_of(old)
+
+
+def test_what_is_not_recorded_is_not_claimed() -> None:
+    assert "the client was idle" in said_of(exact(20, **FEW))["short_level"].text
+    assert "the client is not recorded" in said_of(exact(20, client=None, **FEW))["short_level"].text
+    outside = said_of(exact(1, 20, 0), exact(5, 20, 0, slo_tpot_s=0.01))["near_linear"]
+    assert "the SLO, not throughput" in str(outside.advice)
 
 
 def test_drift_is_named_with_both_figures_and_the_gpu_beside_it() -> None:
