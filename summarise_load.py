@@ -2310,7 +2310,8 @@ def answer(curve: Curve) -> dict[str, Any]:
         text = "No SLO is recorded with the levels, so none can be said to stay inside it (--slo-ttft, --slo-tpot)."
     elif level is None:
         lowest = outside[0]
-        misses, known = " and ".join(lowest.slo_misses or []), all(one.slo_misses is not None for one in tried)
+        misses = " and ".join(lowest.slo_misses or [])
+        known = all(one.slo_misses is not None for one in tried)
         text = f"No level {'' if known else 'with an SLO '}measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
     else:
         higher = [one for one in outside if one.c > level.c]
