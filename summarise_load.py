@@ -2312,7 +2312,8 @@ def answer(curve: Curve) -> dict[str, Any]:
         lowest = outside[0]
         misses = " and ".join(lowest.slo_misses or [])
         known = all(one.slo_misses is not None for one in tried)
-        text = f"No level {'' if known else 'with an SLO '}measured stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
+        which = "No level measured" if known else "No level measured with an SLO"
+        text = f"{which} stays inside {slo_text(lowest)}: at c={lowest.c} {misses}."
     else:
         higher = [one for one in outside if one.c > level.c]
         lower = [one.c for one in outside if one.c < level.c]

@@ -210,7 +210,7 @@ def test_the_operating_point_is_the_highest_inside_its_own_slo(changes: dict[int
         ([exact(1), exact(5, interrupted=True)], ["At least 1 request"], True),
         ([exact(c, repeat=r) for c in (1, 5) for r in range(3)], ["(3 of 3 runs)"], True),
         ([exact(5, repeat=r, ttft_s={"p90": ttft}) for r, ttft in enumerate((0.1, 0.1, 9.0))], ["(2 of 3 runs)"], True),
-        ([exact(1, slo_ttft_s=None), exact(5, slo_tpot_s=0.001)], ["No level with an SLO measured stays"], None),
+        ([exact(1, slo_ttft_s=None), exact(5, slo_tpot_s=0.001)], ["No level measured with an SLO stays"], None),
         ([exact(1, slo_tpot_s=None)], ["No SLO is recorded"], None),
         ([exact(1, slo_tpot_s=0.001)], ["No level measured stays inside", "at c=1 TPOT p90 21.5 ms"], None),
         ([NO_SUCCESS], ["No whole level has a completed request"], None),
