@@ -18,6 +18,9 @@ Parts:
             starts before connecting
   connect   CPU us per request with one token: what a connection and its bookkeeping cost
   memory    peak memory of 1,000 streams x 2,000 deltas
+  many      2,000, 5,000 and 10,000 streams at 20 tokens/s each: CPU, memory, loop lag, and the TTFT that the client
+            adds (its stamp of the first text less the server's, which stands in that text). The server writes to a
+            fiftieth of the streams at a time; where it cannot keep the pace, tokens/s shows it
 
 Each figure is the median of the rounds; clients take turns inside a round, and ratios are medians of each round's
 own ratio. Exit codes: 0; 1 where a client missed a delta (no figure counts then); 2 for bad arguments.
@@ -68,16 +71,19 @@ import load_test  # noqa: E402
 #   100       0.28 / 0.48   0.08 / 0.22   1.92 / 2.32                             22.6 / 29.7
 #   300       0.30 / 0.66   0.40 / 0.61   2.42 / 3.58                             66.2 / 83.1
 #   1,000     0.36 / 2.89   0.50 / 0.95   3.35 / 5.56                             233 / 294
+#
+# Many streams at 20 tokens/s each: not yet measured on a machine with nothing else running (`--parts many`).
 
-PARTS = ("burst", "parse", "paced", "fidelity", "connect", "memory")
+PARTS = ("burst", "parse", "paced", "fidelity", "connect", "memory", "many")
 SHAPES = ("llama", "vllm")
 BARE, OURS, AIOHTTP = "bare counter", "load_test.py", "aiohttp"
 KEY_HEADER = "X-Request-Id"
 NOT_TEXT = 4  # events without text in every response: role, finish, usage, [DONE]
-BURST_TARGET_US, BURST_TARGET_RATIO, PACED_TARGET_RATIO = 2.5, 5.0, 1.1
+BURST_TARGET_US, BURST_TARGET_RATIO, PACED_TARGET_RATIO = 1.0, 3.0, 1.15
 FIDELITY_TARGET_MS = {"median": 1.0, "p99": 5.0}
 TPOT_TARGET_PERCENT = 0.5
 MEMORY_TARGET_MB = 300
+MANY_PACE_S, MANY_GROUPS = 0.05, 50
 READ_BYTES = 64 * 1024
 PINNED = "BENCH_NO_PIN" not in os.environ
 
@@ -161,13 +167,16 @@ class Server:
     Single-threaded and non-blocking, so that nothing here waits for anything but the clock and the sockets.
     """
 
-    def __init__(self, answer: Answer, pace_s: float | None, per_write: int, gather: int, spread: bool) -> None:
+    def __init__(
+        self, answer: Answer, pace_s: float | None, per_write: int, gather: int, groups: int, stamped: bool
+    ) -> None:
         self.answer = answer
         self.whole = b"".join([answer.head, *answer.deltas, answer.tail])
         self.pieces = [b"".join(answer.deltas[k : k + per_write]) for k in range(0, len(answer.deltas), per_write)]
         self.pace_s = pace_s
         self.gather = gather  # a paced run starts once so many requests are there
-        self.spread = spread  # each stream has a moment of its own within the pace, else all share one
+        self.groups = groups  # of streams, each with a moment of its own within the pace; 1: all share one
+        self.stamped = stamped  # the first text of each stream is the moment it is sent
         self.waiting: list[Peer] = []
         self.playing: list[Peer] = []
         self.turn = 0
@@ -245,12 +254,16 @@ class Server:
     def take_turn(self) -> None:
         """The next piece to every response under way, or to one of them; an end to those that are through."""
         pace_s = self.pace_s or 0.0
-        group = self.playing[self.turn : self.turn + 1] if self.spread else self.playing
+        size = -(-len(self.playing) // self.groups)
+        group = self.playing[self.turn : self.turn + size]
         self.turn_at += pace_s * len(group) / len(self.playing)
         self.turn += len(group)
         for peer in group:
             try:
-                if peer.sent < len(self.pieces):
+                if self.stamped and not peer.sent:
+                    moment = f"{time.perf_counter():.6f} "
+                    self.send_all(peer, frame("llama", choice("llama", {"content": moment})))
+                elif peer.sent < len(self.pieces):
                     self.send_all(peer, self.pieces[peer.sent])
                 else:
                     self.send_all(peer, self.answer.tail)
@@ -281,11 +294,17 @@ def pin(process_id: int, end: int) -> None:
 
 @contextlib.contextmanager
 def serving(
-    shape: str, deltas: int, pace_s: float | None = None, per_write: int = 1, gather: int = 1, spread: bool = False
+    shape: str,
+    deltas: int,
+    pace_s: float | None = None,
+    per_write: int = 1,
+    gather: int = 1,
+    groups: int = 1,
+    stamped: bool = False,
 ) -> Iterator[int]:
     """Run the server in another process; gives its port."""
     spec = {"shape": shape, "deltas": deltas, "pace_s": pace_s, "per_write": per_write, "gather": gather}
-    spec["spread"] = spread
+    spec.update(groups=groups, stamped=stamped)
     command = [sys.executable, __file__, "--serve", json.dumps(spec)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
@@ -326,9 +345,10 @@ class Job(NamedTuple):
     streams: int
     deltas: int
     times: bool = False
+    stamped: bool = False  # the first text of each stream says when it was sent; all prompts are alike
 
     def body(self, number: int) -> dict[str, Any]:
-        messages = [{"role": "user", "content": "word" * (number + 1)}]
+        messages = [{"role": "user", "content": "word" * (1 if self.stamped else number + 1)}]
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0}
         return {"model": "sim-chat", "messages": messages, "max_tokens": self.deltas, **options}
 
@@ -343,6 +363,7 @@ class Result(NamedTuple):
     before_mb: float
     moments: int
     lag_p99_s: float
+    added_ttft_s: list[float]
     streams: list[Stream]
 
     @property
@@ -412,12 +433,16 @@ def run_job(job: Job) -> Result:
     run = load_test.run_client if job.client == OURS else asyncio.run
     cpu, wall, streams = run(timed(play))
     moments, lag_s = 0, 0.0
+    added: list[float] = []
     if level is not None:
         streams = streams_of(level)
         moments = sum(len(item.seen.moments) for item in level.finished)
         lag_s = load_test.summary(level.lags_s)["p99"] or 0.0
+        if job.stamped:
+            seen = [item.seen for item in level.finished]
+            added = [(one.first_token_at or 0.0) - float(one.text().split()[0]) for one in seen]
     deltas = sum(stream.deltas for stream in streams)
-    return Result(cpu, wall, deltas, maxrss_mb(), before_mb, moments, lag_s, streams if job.times else [])
+    return Result(cpu, wall, deltas, maxrss_mb(), before_mb, moments, lag_s, added, streams if job.times else [])
 
 
 def play(job: Job) -> Result:
@@ -426,10 +451,9 @@ def play(job: Job) -> Result:
     done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
     if done.returncode != 0:
         raise SystemExit(f"bench_client.py: the {job.client} client failed")
-    *figures, streams = json.loads(done.stdout)
-    cpu_s, wall_s, deltas, maxrss, before, moments, lag_s = figures
-    seen = [Stream(*stream) for stream in streams]
-    result = Result(cpu_s, wall_s, deltas, maxrss, before, moments, lag_s, seen)
+    figures = json.loads(done.stdout)
+    streams = figures[-1]
+    result = Result(*figures)._replace(streams=[Stream(*stream) for stream in streams])
     if result.deltas != job.streams * job.deltas:
         raise SystemExit(
             f"bench_client.py: the {job.client} client saw {result.deltas} of {job.streams * job.deltas} deltas"
@@ -513,8 +537,8 @@ def parse_us(reads: Sequence[bytes], deltas: int) -> float:
 
 def part_paced(options: argparse.Namespace) -> None:
     deltas = round(options.paced_s / 0.02)
-    for spread, how in ((True, "each stream at its own moment"), (False, "all streams at the same moment")):
-        with serving("llama", deltas, pace_s=0.02, gather=100, spread=spread) as port:
+    for groups, how in ((100, "each stream at its own moment"), (1, "all streams at the same moment")):
+        with serving("llama", deltas, pace_s=0.02, gather=100, groups=groups) as port:
             results = compare(f"paced, a token every 20 ms, {how}, llama events", port, 100, deltas, options.rounds)
         ratio = ratio_to_bare(results, OURS)
         say(f"  ours at most {PACED_TARGET_RATIO} x the bare counter: {verdict(ratio <= PACED_TARGET_RATIO)}")
@@ -534,6 +558,24 @@ def part_memory(options: argparse.Namespace) -> None:
         f"  peak {result.maxrss_mb:.0f} MB (before: {result.before_mb:.0f} MB), {result.moments:,} arrival times"
         f" kept; at most {MEMORY_TARGET_MB} MB: {verdict(result.maxrss_mb <= MEMORY_TARGET_MB)}"
     )
+
+
+def part_many(options: argparse.Namespace) -> None:
+    tokens = round(options.many_s / MANY_PACE_S)
+    say(f"\nmany streams, ours: {1 / MANY_PACE_S:g} tokens/s each for {options.many_s:g} s")
+    say(
+        f"  {'streams':>8}{'tokens/s':>11}{'us CPU/delta':>14}{'of a core':>11}{'peak MB':>9}{'lag p99':>9}",
+    )
+    say(f"  {'':>8}{'':>11}{'':>14}{'':>11}{'':>9}{'ms':>9}   added TTFT, ms: median and p99")
+    for streams in options.many:
+        with serving("llama", tokens, MANY_PACE_S, 1, streams, MANY_GROUPS, stamped=True) as port:
+            result = play(Job(OURS, port, streams, tokens, stamped=True))
+        say(
+            f"  {streams:>8,}{result.deltas / result.wall_s:>11,.0f}{result.us_per_delta:>14.2f}"
+            f"{result.cpu_s / result.wall_s:>11.0%}{result.maxrss_mb:>9.0f}{result.lag_p99_s * 1e3:>9.1f}"
+            f"   {spread_ms(result.added_ttft_s)}"
+        )
+    say("  (connecting is in the wall time and the CPU time)")
 
 
 # ---------------------------------------------------------------- fidelity
@@ -683,6 +725,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--paced-s", type=float, default=3.0, metavar="S", help="seconds of a paced round (default: 3)")
     add("--streams", type=numbers, default=[20, 100, 300, 1000], metavar="LIST", help="levels of the fidelity part")
     add("--fidelity-tokens", type=whole, default=64, metavar="N", help="tokens of a stream there (default: 64)")
+    add("--many", type=numbers, default=[2000, 5000, 10000], metavar="LIST", help="streams of the many part")
+    add("--many-s", type=float, default=10.0, metavar="S", help="seconds of one run there (default: 10)")
     add("--serve", help=argparse.SUPPRESS)  # how the bench starts its server ...
     add("--play", help=argparse.SUPPRESS)  # ... and its clients
     return parser
@@ -694,9 +738,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = json.loads(options.serve)
         answer = build_answer(spec["shape"], spec["deltas"])
         with contextlib.suppress(KeyboardInterrupt):
-            Server(answer, spec["pace_s"], spec["per_write"], spec["gather"], spec["spread"]).run()
+            Server(answer, *(spec[key] for key in ("pace_s", "per_write", "gather", "groups", "stamped"))).run()
         return 0
-    load_test.raise_descriptor_limit(2048)
+    load_test.raise_descriptor_limit(max(2048, *options.many) if "many" in options.parts else 2048)
     if options.play is not None:
         print(json.dumps(run_job(Job(*json.loads(options.play)))))
         return 0
@@ -709,7 +753,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         + (f"aiohttp {version}" if version else "aiohttp is not installed: left out")
     )
     parts: dict[str, Callable[[argparse.Namespace], None]] = dict(
-        zip(PARTS, (part_burst, part_parse, part_paced, part_fidelity, part_connect, part_memory))
+        zip(PARTS, (part_burst, part_parse, part_paced, part_fidelity, part_connect, part_memory, part_many))
     )
     for name in options.parts:
         parts[name](options)
