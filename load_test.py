@@ -10,6 +10,7 @@ time to first token (TTFT), time per output token (TPOT) and what they stand on.
 Examples:
   python3 load_test.py --base-url http://127.0.0.1:8080/v1 --label llama-baseline
   python3 load_test.py --concurrency 1,10 --prompt-set shared-prefix --max-tokens 64 --raw requests.jsonl
+  python3 load_test.py --warmup auto --slo-tpot 0.05 --find-operating-point
 
 Output: two lines a level on stdout, one JSON line a level appended to --labbook.
 `summarise_load.py` turns those lines into the curve, the knee and the check.

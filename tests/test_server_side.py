@@ -272,3 +272,18 @@ def test_a_conversation_finds_what_was_said_in_the_cache(runs: Runs) -> None:
     assert prompts[0] < prompts[1] < prompts[2] and cached[0] < cached[1] < cached[2], level["by_turn"]
     assert all(later > 0.5 * earlier for earlier, later in zip(prompts, cached[1:])), level["by_turn"]
     assert "by turn: TTFT p50 " in shown
+
+
+@pytest.mark.parametrize("dialect", ["llama", "vllm"])
+def test_the_search_finds_the_level_above_which_a_server_refuses(
+    dialect: str, sim_engine: SimEngineFactory, run_program: RunProgram, tmp_path: Path
+) -> None:
+    """Six slots and no queue. How long anything takes decides nothing: the SLO is out of reach."""
+    engine = sim_engine("--dialect", dialect, "--slots", 6, "--max-queue", 0, "--a-ms", 50)
+    slo = ("--slo-ttft", 1000, "--slo-tpot", 1000)
+    size = ("--concurrency", 2, "--requests", 2, "--max-tokens", 8, "--labbook", tmp_path / "book.md")
+    done = run_program("load_test.py", "--base-url", engine.base_url, *size, *slo, "--find-operating-point", 32)
+    assert done.returncode == 0 and "Up to 6 requests in flight stay" in done.stdout and "7 is outside" in done.stdout
+    levels = [strict_json(line) for line in (tmp_path / "book.md").read_text("utf-8").splitlines()]
+    assert [level["concurrency"] for level in levels] == [2, 4, 8, 6, 7, 6]
+    assert [level["failed"] > 0 for level in levels] == [False, False, True, False, True, False]
