@@ -1768,6 +1768,7 @@ def fraction_facts(options: Options, first: VllmLog, second: VllmLog) -> Documen
 
 FLAT = 0.05  # growth below this share of the lowest level's TPOT says nothing: runs of one setup often differ by 5 %
 MOST = 0.5  # bytes that account for at least this share of a growth are called its reason
+FEW = 0.75  # of n in flight on average: below it the steps of n sequences are not what was measured
 ABOVE = 1.02  # a bandwidth utilisation above this is not a percentile's noise: an input is wrong
 
 
@@ -1811,18 +1812,28 @@ def measured_document(options: Options) -> Document:
         notes.append(f"the record's model is {named}; predicted for the lab's {model.name}, as none is stated")
     if model.quant and quant.partition(",")[0].strip().upper() != model.quant:
         notes.append(f"the GGUF's weights are {model.quant}, the record's quant is {plain(quant)}")
-    levels = [level_facts(model, weights, kv_type, curve, level) for level in curve.usable]
+    levels = [level_facts(model, weights, kv_type, level) for level in curve.usable]
     counted = [level["c"] for level in levels if not level["prompt_tokens_mean"]]
     if counted:
         notes.append(f"no prompt tokens recorded at c = {', '.join(map(str, counted))}: counted as 0, so the predicted "
                      "step is a lower bound")  # fmt: skip
+    if any(level["n"] == level["c"] and level["slots"] is None for level in levels):
+        notes.append(
+            "slots are not recorded: n = c is assumed, so with fewer slots the predicted step is an upper bound"
+        )
+    few = [level["c"] for level in levels if level["mean_in_flight"] and level["mean_in_flight"] < FEW * level["n"]]
+    if few:
+        notes.append(f"fewer than n were in flight on average at c = {', '.join(map(str, few))}: the predicted step is "
+                     "an upper bound there")  # fmt: skip
+    knee, fit, *_, operating_point = summary.derived_lines(summary.curve_document(curve))
     names = ("engine", "engine_version", "model", "host", "quant")
     return document_of(
         "measured", model, notebook=path, label=curve.label, slots=curve.slots,
         settings={name: curve.settings.get(name) for name in names},
         weights={**weights_facts(model, weights), "chosen": weights_from}, kv_type=kv_type, kv_type_from=kv_type_from,
         bytes_per_token=bytes_per_token(model, kv_type), knee_between=list(curve.knee) if curve.knee else None,
-        operating_point=curve.operating_point, fitted=line_facts(curve.fit), notes=notes,
+        operating_point=curve.operating_point, fitted=line_facts(curve.fit), derived=[fit, knee, operating_point],
+        notes=notes,
         machines=[machine_facts(summary, curve, machine, levels) for machine in options.machines or LAB_MACHINES],
         bandwidth_stated=len(options.machines) == 1,
     )  # fmt: skip
@@ -1860,10 +1871,11 @@ def measured_kv_type(options: Options, quant: str) -> tuple[str, str]:
     return kv_type, "from the record's quant"
 
 
-def level_facts(model: Model, weights: Weights, kv_type: str, curve: Any, level: Any) -> Document:
+def level_facts(model: Model, weights: Weights, kv_type: str, level: Any) -> Document:
     """One level as measured, and the bytes of its step: n = min(c, slots) sequences decode together, each with the
     mean prompt and half of the mean output in its cache."""
-    n = level.c if curve.slots is None else min(level.c, curve.slots)
+    slots = level.setting("server_slots")
+    n = level.c if slots is None else min(level.c, slots)
     completed, prompt = level.median("completed"), level.median("prompt_tokens_mean") or 0.0
     output = (level.median("output_tokens") or 0.0) / completed if completed else 0.0
     tpot_s = level.median("tpot_s.p50")
@@ -1872,7 +1884,8 @@ def level_facts(model: Model, weights: Weights, kv_type: str, curve: Any, level:
     if not moved.total > 0:
         raise UsageError(f"a step of {model.name} would read nothing: the weights hold only tables; name others")
     return {
-        "c": level.c, "n": n, "prompt_tokens_mean": prompt, "output_tokens_mean": output, "context": context,
+        "c": level.c, "slots": slots, "n": n, "mean_in_flight": level.median("mean_in_flight"),
+        "prompt_tokens_mean": prompt, "output_tokens_mean": output, "context": context,
         "step_bytes": {"weights": moved.weights, "cache": moved.cache, "state": moved.state, "total": moved.total},
         "short_step_bytes": step_bytes(model, weights, n, SHORT_CONTEXT, kv_type).total,
         "tpot_ms": 1000.0 * tpot_s if tpot_s is not None else None,
@@ -2125,14 +2138,16 @@ def checked_text(document: Document) -> str:
         lines.append(fractions_line(document["fractions"]))
     differ = {row["what"]: None for check in document["checks"] for row in check["comparisons"]
               if row["agrees"] is False}  # fmt: skip
-    if list(differ) == [OFFLOAD]:
-        lines.append(f"differs: {OFFLOAD}: the CPU would be measured; use a build with GPU support and -ngl all, "
-                     "or say --cpu-expected")  # fmt: skip
-    elif differ:
-        lines.append(f"differs: {', '.join(differ)}: does not match the prediction: check slots, context, cache type "
-                     "and model")  # fmt: skip
+    if differ:
+        advice = ["does not match the prediction: check slots, context, cache type and model"] * bool(
+            differ.keys() - {OFFLOAD}
+        )
+        if OFFLOAD in differ:
+            advice.append("the CPU would be measured; use a build with GPU support and -ngl all, or say --cpu-expected")
+        lines.append(f"differs: {', '.join(differ)}: {'; '.join(advice)}")
     else:
-        lines.append("agrees with the prediction")
+        judged = any(row["agrees"] for check in document["checks"] for row in check["comparisons"])
+        lines.append("agrees with the prediction" if judged else "nothing in the log could be judged")
     return "\n".join(lines) + "\n"
 
 
@@ -2171,16 +2186,11 @@ def measured_text(document: Document) -> str:
     lines.append(
         "  (prefill and waiting lower the measured one), ctx 100 = that limit at context 100; share = measured / limit"
     )
-    fitted = document["fitted"]
-    if fitted is None:
-        lines.append("Fitted: not possible: it needs a TPOT at two different levels")
-    else:
-        lines.append(f"Fitted to TPOT p50 at c = {', '.join(map(str, fitted['levels']))}: {line_text(fitted)}")
+    fit, knee, operating_point = document["derived"]
+    lines.append(f"Fitted: {fit}")
     for machine in document["machines"]:
-        lines += machine_lines(machine, fitted, document["bandwidth_stated"])
-    lines.append(f"knee: {knee_text(document['knee_between'])}")
-    point = document["operating_point"]
-    lines.append(f"operating point: {'none' if point is None else f'c={point}'} (no failure, both p90s within the SLO)")
+        lines += machine_lines(machine, document["fitted"], document["bandwidth_stated"])
+    lines += [knee, operating_point]
     lines += [f"note: {plain(note)}" for note in document["notes"]]
     return "\n".join(lines) + "\n"
 
@@ -2193,10 +2203,6 @@ def line_text(line: Document) -> str:
     """
     sign, residual = "-" if line["b_ms"] < 0 else "+", percent(line["largest_residual"])
     return f"TPOT p50 ~ {line['a_ms']:.2f} ms {sign} {abs(line['b_ms']):.3f} ms x c (largest residual {residual})"
-
-
-def knee_text(knee: Sequence[int] | None) -> str:
-    return f"between c={knee[0]} and c={knee[1]}" if knee else "not reached"
 
 
 def machine_lines(machine: Document, fitted: Document | None, stated: bool) -> list[str]:
@@ -2226,7 +2232,9 @@ def machine_lines(machine: Document, fitted: Document | None, stated: bool) -> l
                      "type, model), or a step yields more than one token or shares a cached prefix")  # fmt: skip
     elif stated:
         lines += growth_lines(machine["growth"], machine["bandwidth_gb_per_s"])
-    lines.append(f"  knee of the limit alone: {knee_text(machine['predicted_knee_between'])}")
+    if len(machine["levels"]) > 1:
+        knee = machine["predicted_knee_between"]
+        lines.append(f"  knee of the limit alone: {f'between c={knee[0]} and c={knee[1]}' if knee else 'not reached'}")
     return lines
 
 

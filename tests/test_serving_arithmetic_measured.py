@@ -85,7 +85,7 @@ def test_each_level_beside_the_limit_of_the_bandwidth(capsys: pytest.CaptureFixt
     assert (round(ceilings[0], 1), round(ceilings[3])) == (58.3, 1099)
     assert shown.document["knee_between"] == [5, 10] and shown.document["operating_point"] == 20
     for part in (
-        "Fitted to TPOT p50 at c = 1, 5, 10, 20: TPOT p50 ~ 20.00 ms + 1.500 ms x c",
+        "Fitted: TPOT p50 ~ 20.00 ms + 1.500 ms x c  (levels 1,5,10,20, largest residual 0.0%",
         "predicted TPOT p50 ~ 17.11 ms + 0.054 ms x c (largest residual 0.0 %); fitted / predicted: a 1.17, b 27.77",
         "for the record's quant Q4_K_M", "knee: between c=5 and c=10", "operating point: c=20",
     ):  # fmt: skip
@@ -134,7 +134,37 @@ def test_what_has_no_line_says_so(
 ) -> None:
     shown = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273)
     assert shown.document["fitted"] is None and shown.growth is None
-    assert "Fitted: not possible" in shown.text and "needs a TPOT at two levels with different n" in shown.text
+    assert (
+        "Fitted: TPOT fit: not enough points" in shown.text
+        and "needs a TPOT at two levels with different n" in shown.text
+    )
+
+
+NO_SLO = {"slo_ttft_s": None, "slo_tpot_s": None}
+
+
+@pytest.mark.parametrize(
+    ("records", "present", "absent"),
+    [
+        ([level(20)], "knee: not enough points", "not reached"),
+        ([level(c, **NO_SLO) for c in LEVELS], "operating point: none, no SLO is recorded", "none (no"),
+        ([level(c, slots=1) for c in LEVELS], "at or below 1 slot", "Fitted: not possible"),
+        ([level(c, slots=None) for c in LEVELS], "note: slots are not recorded: n = c is assumed", "fewer than n"),
+        (
+            [level(1), level(20, mean_in_flight=12.0)],
+            "note: fewer than n were in flight on average at c = 20",
+            "assumed",
+        ),
+        ([level(1), level(20), level(5, slots=2)], " 20  20 ", " 20   2 "),
+    ],
+    ids=["one level", "no SLO", "all above the slots", "slots unknown", "drained", "slots of each level"],
+)
+def test_what_the_notebook_does_not_hold_is_not_claimed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, records: list[dict[str, Any]], present: str, absent: str
+) -> None:
+    """Knee, fit and operating point are the analyser's sentences, so the two cannot contradict each other."""
+    text = Shown(capsys, notebook(tmp_path, *records), "--bandwidth", 273).text
+    assert present in text and absent not in text, text
 
 
 def test_records_without_prompt_tokens_give_a_lower_bound(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
