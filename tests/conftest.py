@@ -87,6 +87,12 @@ def call_main(name: str, args: Sequence[str], folder: Path) -> subprocess.Comple
 
 
 @pytest.fixture
+def no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--wait-ready: the next try would come after any limit, so the first one decides, however long it took."""
+    monkeypatch.setattr("load_test.RETRY_S", 1000.0)
+
+
+@pytest.fixture
 def run_program(tmp_path: Path) -> RunProgram:
     """``run_program("load_test.py", "--help")``: run a Python program of the repository under this interpreter,
     in the test's own folder, with no standard input, and return its ``CompletedProcess`` (text). The programs in

@@ -69,12 +69,6 @@ def test_a_model_whose_first_tokens_carry_no_text_is_ready(tmp_path: Path) -> No
     assert result.code == 0 and result.err == "" and len(server.requests) == 2
 
 
-@pytest.fixture
-def no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next try would come after any limit: the first one decides, however long it took."""
-    monkeypatch.setattr(load_test, "RETRY_S", 1000.0)
-
-
 def test_a_server_that_never_comes_is_waited_for_only_so_long(
     free_port: int, tmp_path: Path, no_second_try: None
 ) -> None:

@@ -569,7 +569,7 @@ def test_a_level_of_successes_and_failures_counts_each_once(tmp_path: Path) -> N
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(map(str, range(8))), "utf-8")
     with FakeServer(answer) as server:
-        args = ["--concurrency", 4, "--requests", 8, "--prompts", prompts, "--slo-ttft", 60, "--slo-tpot", 0.05]
+        args = ["--requests", 8, "--prompts", prompts, "--slo-ttft", 60, "--slo-tpot", 0.05]
         result = load(server, tmp_path, *args)
     (level,) = result.levels
     assert (level["requests"], level["completed"], level["failed"], level["within_slo"]) == (8, 5, 3, 5)

@@ -83,8 +83,10 @@ def test_without_it_the_certificate_is_refused_in_one_clear_line(tls: ssl.SSLCon
     assert not server.requests
 
 
-@pytest.mark.parametrize("option", [["--warmup", "0"], ["--probe"], ["--model", ""], ["--wait-ready", "0.1"]])
-def test_a_refused_certificate_everywhere(option: list[str], tls: ssl.SSLContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [["--warmup", "0"], ["--probe"], ["--model", ""], ["--wait-ready", "60"]])
+def test_a_refused_certificate_everywhere(
+    option: list[str], tls: ssl.SSLContext, tmp_path: Path, no_second_try: None
+) -> None:
     with FakeServer([whole_stream()], tls=tls) as server:
         result = load(server, tmp_path, *option)
     assert result.code == 1 and "TLS certificate refused" in result.said and "Traceback" not in result.said
