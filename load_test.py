@@ -134,6 +134,8 @@ class Failure(NamedTuple):
 
 
 # ---------------------------------------------------------------- prompts
+#
+# In: the name of a set, or a file's bytes. Out: the messages of each request.
 
 QUESTIONS = (
     "Why does a second user cost a local language model so little extra time per token?",
@@ -1359,6 +1361,8 @@ class Stream:
 
 
 # ---------------------------------------------------------------- sending one request
+#
+# In: where to, and a request's bytes. Out: the Observation that its response has filled. The only part with sockets.
 
 
 class Target(NamedTuple):
@@ -1686,11 +1690,15 @@ class Connection:
         elif self._route.tls is None:
             self._write()
         else:
-            self._unwatch()  # wrapping closes this socket object and makes one of the same number
+            self._unwatch()  # wrapping empties this socket object and makes one of the same number
             host = self._route.target.host
-            self._socket = self._route.tls.wrap_socket(
-                self._socket, server_hostname=host, do_handshake_on_connect=False
-            )
+            try:
+                self._socket = self._route.tls.wrap_socket(
+                    self._socket, server_hostname=host, do_handshake_on_connect=False
+                )
+            except (OSError, ValueError) as error:  # closed meanwhile; a name that no certificate can have
+                self._give_up(error)
+                return
             self._shake_hands()
 
     def _shake_hands(self) -> None:
