@@ -153,7 +153,7 @@ NO_SLO = {"slo_ttft_s": None, "slo_tpot_s": None}
         (
             [level(1), level(20, mean_in_flight=12.0)],
             "note: fewer than n were in flight on average at c = 20",
-            "assumed",
+            "slots are not recorded",
         ),
         ([level(1), level(20), level(5, slots=2)], " 20  20 ", " 20   2 "),
     ],
