@@ -374,6 +374,7 @@ def test_a_server_that_restarted_has_no_difference() -> None:
     )
     assert load_test.server_figures(first, [], last)["prompt_tokens"] is None
     assert load_test.server_figures(last, [], first)["prompt_tokens"] == 85
+    assert load_test.server_figures(last, [], last)["prompt_tokens"] == 0  # read twice, and nothing came
 
 
 def test_cached_tokens_that_two_sources_count_differently_are_said(tmp_path: Path) -> None:
