@@ -2897,7 +2897,7 @@ def search_answer(records: Sequence[dict[str, Any]], tried: Sequence[Tried]) -> 
     many = "1 request in flight stays" if low == 1 else f"{low} requests in flight stay"
     dips = sorted({run.concurrency for run in tried if run.concurrency < low and not run.inside})
     beyond = f"{low} was the highest tried" if high is None else f"{high} is outside"
-    beyond += f", and so was {', '.join(map(str, dips))} once" if dips else ""
+    beyond += f"; yet {', '.join(map(str, dips))} was outside" if dips else ""
     return (
         f"{'At least' if high is None else 'Up to'} {many} inside {slo}, each then getting "
         f"{statistics.median(rates) / low:.1f} tokens/s; {beyond}; {len(rates)} runs of that level, "

@@ -422,10 +422,7 @@ def description(curves: Sequence[dict[str, Any]]) -> str:
     sentences = []
     for curve in curves:
         rates = ", ".join(f"{p.value:.1f} tok/s at c={shown(p.c)}" for p in points_of(curve, "output_tokens_per_s"))
-        between = dig(curve, "knee.between")
-        knee = f"knee between c={between[0]} and c={between[1]}" if between else "no knee reached"
-        chosen = curve.get("operating_point")
-        point = f"operating point c={chosen}" if chosen is not None else "no operating point"
+        knee, *_, point = analyser.derived_lines(curve)
         sentences.append(f"{curve['label']}: {rates or 'no throughput'}; {knee}; {point}.")
     return " ".join(sentences)
 
@@ -539,7 +536,8 @@ def figures_table(levels: Sequence[dict[str, Any]], columns: Sequence[Column], c
     used = [column for column in columns if any(number(dig(level, column[1])) is not None for level in levels)]
     rows = []
     for level in levels:
-        ok = [f"{level['completed']:g}/{level['requests']:g}"] if counts else []
+        asked = (level[name] for name in ("completed", "requests") if counts)
+        ok = ["/".join("?" if count is None else f"{count:g}" for count in asked)] if counts else []
         figures = [(number(dig(level, path)), decimals) for _, path, decimals in used]
         cells = ("-" if value is None else f"{value:.{decimals}f}" for value, decimals in figures)
         rows.append([clean(level["c"]), *ok, *cells])
@@ -567,13 +565,8 @@ def gpu_section(curve: dict[str, Any], label: str) -> str:
 
 def comparison_section(document: dict[str, Any]) -> str:
     rows = [row for row in document.get("levels") or [] if dig(row, "output_tokens_per_s.ratio") is not None]
-    verdicts = {True: "different", False: "no difference shown", None: "too few runs for a verdict"}
-    said = []
-    for verdict, words in verdicts.items():
-        levels = ",".join(clean(row["c"]) for row in rows if dig(row, "output_tokens_per_s.different") is verdict)
-        said += [f"c={levels}: {words}"] if levels else []
-    said += [clean(one["text"]) for one in document["statements"]]
-    return section("Comparison (A first, B second)", figures_table(rows, RATE_COLUMNS), items(said))
+    said = items(clean(one["text"]) for one in document["statements"])
+    return section("Comparison (A first, B second)", figures_table(rows, RATE_COLUMNS), said)
 
 
 def settings_section(curves: Sequence[dict[str, Any]]) -> str:
