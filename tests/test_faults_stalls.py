@@ -121,6 +121,8 @@ def test_text_after_a_finish_reason_goes_on_as_long_as_it_comes() -> None:
     for second in range(3, 60, 3):
         stream.feed(delta(f" w{second}"), BEGIN + second)
         assert stream.deadline_at(LIMIT_S) == BEGIN + second + LIMIT_S
+        stream.feed(TAIL, BEGIN + second)  # one after each text, which the short cut knows by then
+        assert stream.deadline_at(LIMIT_S) == BEGIN + second + load_test.TAIL_GRACE_S
     stream.feed(TAIL + DONE, BEGIN + 60)
     assert stream.over and stream.seen.failure is None and stream.seen.deltas == 19
     assert stream.seen.record(0, BEGIN).unclosed is False

@@ -287,6 +287,7 @@ def test_a_run_of_one_thousand_events_is_read_as_one_thousand() -> None:
         stream.feed(CHUNKED if chunked else TO_CLOSE, BEGIN)
         for number, read in enumerate(reads):
             stream.feed(read, BEGIN + number)
+            assert number + 1 - load_test.HOLD_READS <= seen.deltas == number + 1 - len(seen.held_at)
         stream.feed(b"%x\r\n%b\r\n" % (len(DONE), DONE) if chunked else DONE, BEGIN + 1000)
         assert seen.over and seen.failure is None and seen.ended_at == BEGIN + 1000
         assert seen.deltas == 1000 and list(seen.moments) == [BEGIN + number for number in range(1000)]
