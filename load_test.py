@@ -2319,14 +2319,10 @@ def server_figures(before: Snapshot, during: Sequence[Snapshot], after: Snapshot
         "slots": next((shot.slots for shot in looks if shot.slots is not None), None),
         "context_per_slot": next((s.context_per_slot for s in looks if s.context_per_slot is not None), None),
         "peak_busy_slots": whole(busy_slots if busy_slots is not None else peak("busy")),
-        "peak_deferred": whole(peak("deferred")),
         "busy_slots_per_decode": None if per_decode is None else round(per_decode, 3),
-        "peak_running": whole(peak("running")),
-        "peak_waiting": whole(peak("waiting")),
-        "preemptions": whole(growth(before, after, "preemptions")),
         "peak_cache_usage": None if usage is None else round(usage, 4),
-        "prompt_tokens": whole(growth(before, after, "prompt_tokens")),
-        "cached_tokens": whole(growth(before, after, "cached_tokens")),
+        **{f"peak_{key}": whole(peak(key)) for key in ("deferred", "running", "waiting")},
+        **{key: whole(growth(before, after, key)) for key in ("preemptions", "prompt_tokens", "cached_tokens")},
     }
 
 
@@ -2519,7 +2515,7 @@ def level_figures(
     deltas = sum(request.deltas for request in streamed)
     within = sum(within_slo(request, slo_ttft_s, slo_tpot_s) for request in good)
     busy_s = math.fsum(request.connect_s + request.ended_s for request in requests)
-    per_request = sorted(request.output_tokens for request in good)
+    per_request = summary(request.output_tokens for request in good)
     failed = [request for request in requests if not request.ok]
 
     def rate(count: float) -> float | None:
@@ -2540,12 +2536,7 @@ def level_figures(
         "tpot_s": summary(_known(request.tpot_s for request in good)),
         "e2e_s": summary(_known(request.e2e_s for request in good)),
         "connect_s": summary(request.connect_s for request in good),
-        "output_tokens_per_request": {
-            "min": per_request[0] if per_request else None,
-            "p50": percentile(per_request, 50) if per_request else None,
-            "p90": percentile(per_request, 90) if per_request else None,
-            "max": per_request[-1] if per_request else None,
-        },
+        "output_tokens_per_request": {key: per_request[key] for key in ("min", "p50", "p90", "max")},
         "tokens_per_delta": round(sum(one.streamed_tokens or 0 for one in streamed) / deltas, 4) if deltas else None,
         "prompt_tokens_mean": _mean(_known(request.prompt_tokens for request in good)),
         "cached_tokens_mean": mean_cached(good),

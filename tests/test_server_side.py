@@ -118,7 +118,7 @@ def test_watching_a_level_with_more_requests_than_slots(runs: Runs) -> None:
     if runs.server.is_vllm:
         assert told["peak_running"] <= SLOTS and told["peak_waiting"] <= 6 and told["preemptions"] == 0
         assert 0 < told["peak_cache_usage"] <= 1 and told["slots"] is None
-        assert f"server: peak running {told['peak_running']}, peak waiting {told['peak_waiting']}, " in shown
+        assert f"peak running {told['peak_running']}, peak waiting {told['peak_waiting']}, " in shown
     else:
         assert (told["slots"], told["context_per_slot"]) == (SLOTS, 4096) and told["peak_busy_slots"] <= SLOTS
         assert told["peak_deferred"] <= 6 and 1 <= told["busy_slots_per_decode"] <= SLOTS
