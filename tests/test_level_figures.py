@@ -307,6 +307,44 @@ def test_a_count_that_cannot_be_true_and_an_answer_without_an_end_are_said_and_c
     assert len(load_test.level_lines(LINE)) == 2
 
 
+DOUBTS: list[tuple[dict[str, Any], str | None]] = [  # what is changed of the level above, and what is said then
+    ({"requests": 4, "concurrency": 2}, None),
+    ({"requests": 3, "concurrency": 2}, "under two rounds (3 requests for 2 workers)"),
+    ({"requests": 3, "concurrency": 2, "interrupted": True}, "interrupted: this level is not whole"),
+    (
+        {"output_tokens_per_s": 97.0, "steady_output_tokens_per_s": 100.0, "steady_window_s": 2.0},
+        "ramp and drain, -3.0 %",
+    ),
+    ({"output_tokens_per_s": 98.0, "steady_output_tokens_per_s": 100.0, "steady_window_s": 2.0}, None),
+    ({"output_tokens_per_s": 104.0, "steady_output_tokens_per_s": 100.0, "steady_window_s": 2.0}, "drain, +4.0 %"),
+    ({"coalesced": 2}, "2 response(s) arrived in under 3 pieces"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), DOUBTS)
+def test_what_may_not_be_what_it_seems_is_said_and_only_that(changes: dict[str, Any], says: str | None) -> None:
+    lines = load_test.level_lines({**LINE, **changes})[2:]
+    assert len(lines) == (says is not None) and (says is None or says in lines[0]), lines
+
+
+@pytest.mark.parametrize(
+    ("counted", "changes", "said"),
+    [
+        (82, {}, False),  # two per cent of 4 x 30 prompt tokens: 2.4
+        (83, {}, True),
+        (77, {}, True),
+        (90, {"interrupted": True}, False),
+        (90, {"completed": 3}, False),
+        (90, {"cached_tokens_mean": None}, False),
+        (None, {}, False),
+    ],
+)
+def test_two_counts_of_cached_tokens_that_disagree(counted: int | None, changes: dict[str, Any], said: bool) -> None:
+    record = {**LINE, "cached_tokens_mean": 20.0, "server": {"cached_tokens": counted}, **changes}
+    found = [line for line in load_test.level_lines(record) if "cached tokens disagree" in line]
+    assert len(found) == said and (not said or f"the responses say 80, the server's counter {counted}" in found[0])
+
+
 # ---------------------------------------------------------------- which model answered
 
 ANSWERED: list[tuple[str, list[str], dict[str, int], bool]] = [  # asked for, known aliases, named by responses; said?
@@ -463,6 +501,34 @@ def test_ttft_split_by_the_servers_own_clock() -> None:
 )
 def test_timings_that_say_nothing(timings: dict[str, Any] | None) -> None:
     assert load_test.split_by_timings([dataclasses.replace(OK, timings=timings)]) is None
+
+
+LLAMA = {"prompt_n": 300, "prompt_ms": 150.0}
+VLLM = {"prompt_tokens": 100.0, "cached_tokens": 20.0, "prefill_sum": 1.0}
+PREFILLS: list[tuple[list[dict[str, Any] | None], dict[str, float], dict[str, float], float | None]] = [
+    ([LLAMA, {"prompt_n": 100, "prompt_ms": 50.0}], {}, {}, 2000.0),
+    ([LLAMA, None], VLLM, {"prompt_tokens": 900.0, "prefill_sum": 2.0}, 2000.0),  # the responses' own timings win
+    ([None], VLLM, {"prompt_tokens": 900.0, "cached_tokens": 220.0, "prefill_sum": 3.0}, 300.0),
+    ([None], VLLM, {"prompt_tokens": 900.0, "prefill_sum": 3.0}, 400.0),  # no counter of cached tokens
+    ([None], VLLM, {"prompt_tokens": 900.0}, None),
+    ([None], VLLM, {"prefill_sum": 3.0}, None),
+    ([None], VLLM, VLLM, None),  # nothing was prefilled
+    ([{"prompt_n": 0, "prompt_ms": 1.0}], {}, {}, None),
+    ([{"prompt_n": 5, "prompt_ms": 0}], {}, {}, None),
+    ([None], {}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("timings", "before", "after", "expected"), PREFILLS)
+def test_prefill_rate_is_by_the_servers_own_clock(
+    timings: list[dict[str, Any] | None],
+    before: dict[str, float],
+    after: dict[str, float],
+    expected: float | None,
+) -> None:
+    good = [dataclasses.replace(OK, timings=one) for one in timings]
+    first, last = load_test.Snapshot(metrics=before), load_test.Snapshot(metrics=after)
+    assert load_test.prefill_rate(good, first, last) == expected
 
 
 # ---------------------------------------------------------------- the two records, field by field
