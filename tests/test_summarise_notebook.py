@@ -313,6 +313,7 @@ def test_times_are_compared_across_offsets(read: Any) -> None:
     [
         ("2026-12-04T22:20:46+0000", 1796422846.0), ("2026-12-04T22:20:46+00:00", 1796422846.0),
         ("2026-12-04T22:20:46Z", 1796422846.0), ("2026-12-04 23:20:46+01", 1796422846.0),
+        ("2026-12-05T03:50:46+0530", 1796422846.0),
         ("2026-12-04T22:20:46.5-00:00", 1796422846.5), ("2026-12-04T22:20", 1796422800.0),
         ("2026-13-04T22:20:46Z", None), ("2026-12-04", None), ("yesterday", None), (1796422846, None), (None, None),
     ],
@@ -328,6 +329,7 @@ def test_a_setting_has_one_form(read: Any) -> None:
              line(concurrency=20, host=None, extra_body={})]  # fmt: skip
     curve = read("\n".join(texts).replace('"bench box"', "null")).curves["llama-baseline"]
     assert [level.c for level in curve.levels] == [5, 10, 20] and curve.slots == 20
+    assert all(isinstance(level.setting("server_slots"), int) for level in curve.levels)
     assert sl.mixed_settings(curve) == []
 
 
