@@ -592,8 +592,20 @@ class Level:
         )
         if slo_ttft is None or slo_tpot is None or ttft is None:
             return None
-        misses += [f"TTFT p90 {ttft:.3g} s"] if ttft > slo_ttft else []
-        return misses + ([f"TPOT p90 {1000 * tpot:.4g} ms"] if tpot is not None and tpot > slo_tpot else [])
+        misses += [f"TTFT p90 {above(ttft, slo_ttft)} s"] if ttft > slo_ttft else []
+        if tpot is not None and tpot > slo_tpot:
+            misses.append(f"TPOT p90 {above(1000 * tpot, 1000 * slo_tpot)} ms")
+        return misses
+
+
+def above(value: float, limit: float) -> str:
+    """A figure above a limit, with as many digits as show that it is.
+
+    >>> above(2.5, 2.0), above(2.0004, 2.0)
+    ('2.5', '2.0004')
+    """
+    texts = (f"{value:.{digits}g}" for digits in range(3, 17))
+    return next((text for text in texts if float(text) > limit), str(value))
 
 
 def counted(number: float, noun: str) -> str:
@@ -621,13 +633,24 @@ class Fit:
         return 1000.0 * n / step_ms if step_ms > 0 else None
 
     @property
-    def grows(self) -> bool:
-        """Whether the growth of a step over the levels shows: b's interval above 0, and the growth above what the line
-        misses a level by. What rests on b (ceiling, c at the SLO, per-sequence cost) is said only then."""
+    def no_growth(self) -> str | None:
+        """Why the growth of a step over the levels does not show; None where it does. What rests on b (ceiling, c at
+        the SLO, per-sequence cost) is said only then."""
         top_ms = self.a_ms + self.b_ms * self.levels[-1]
-        surely_up = self.b_ms > 0 and (self.b_interval_ms is None or self.b_interval_ms[0] > 0)
-        growth_ms, unseen = self.b_ms * (self.levels[-1] - self.levels[0]), 0.0 if self.b_interval_ms else NOISE
-        return surely_up and top_ms > 0 and growth_ms / top_ms > max(self.largest_residual, unseen)
+        share = self.b_ms * (self.levels[-1] - self.levels[0]) / top_ms if top_ms > 0 else 0.0
+        if self.b_ms <= 0 or top_ms <= 0:
+            return "b is not above 0"
+        if self.b_interval_ms is None:
+            return None if share > NOISE else f"two levels grow by {share:.1%}, which may be noise"
+        if self.b_interval_ms[0] <= 0:
+            return "b's 95 % interval includes 0"
+        if share > self.largest_residual:
+            return None
+        return f"a step grows by {share:.1%}, the fit misses a level by {self.largest_residual:.1%}"
+
+    @property
+    def grows(self) -> bool:
+        return self.no_growth is None
 
     @property
     def ceiling(self) -> float | None:
@@ -724,11 +747,12 @@ class Curve:
         return fit_line(points)
 
     def decode_bound(self, c: float) -> float | None:
-        """Output tokens per second if every request were always decoding: n / (a + b n), n = min(c, slots); None
-        where there is no fit, or one that misses a level by more than WORST_FIT."""
+        """Output tokens per second if every request were always decoding: n / (a + b n), n = min(c, slots of that
+        level, or else of the label); None where there is no fit, or one that misses a level by more than WORST_FIT."""
         if self.fit is None or self.fit.largest_residual > WORST_FIT:
             return None
-        return self.fit.throughput(c if self.slots is None else min(c, self.slots))
+        slots = next((level.setting("server_slots") for level in self.levels if level.c == c), self.slots)
+        return self.fit.throughput(c if slots is None else min(c, slots))
 
     @cached_property
     def operating_point(self) -> int | None:
@@ -821,8 +845,8 @@ class Ratio(NamedTuple):
 
 def ratio_interval(runs_a: Sequence[float], runs_b: Sequence[float]) -> Ratio | None:
     """b / a with its 95 % interval by Welch's unequal-variance t on the logarithms of the runs (Welch 1947; degrees
-    of freedom by Satterthwaite); None where a side has fewer than two runs or a run that is not above 0. The only
-    judge of "different", "fell" and "grew".
+    of freedom by Satterthwaite); None where a side has fewer than two runs or a run that is not above 0, or where no
+    run differs from its like. The only judge of "different", "fell" and "grew".
 
     >>> [round(figure, 3) for figure in ratio_interval([100, 102, 98], [110, 112, 108])]
     [1.053, 1.1, 1.149]
@@ -834,10 +858,10 @@ def ratio_interval(runs_a: Sequence[float], runs_b: Sequence[float]) -> Ratio | 
         logs = [math.log(value) for value in runs]
         means.append(math.fsum(logs) / len(logs))
         errors.append(math.fsum((value - means[-1]) ** 2 for value in logs) / (len(logs) - 1) / len(logs))
-    reach = 0.0
-    if sum(errors) > 0:
-        freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(runs_a) - 1) + errors[1] ** 2 / (len(runs_b) - 1))
-        reach = student_t(freedom) * math.sqrt(sum(errors))
+    if sum(errors) <= 0:
+        return None
+    freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(runs_a) - 1) + errors[1] ** 2 / (len(runs_b) - 1))
+    reach = student_t(freedom) * math.sqrt(sum(errors))
     middle = means[1] - means[0]
     return Ratio(*(ten_digits(math.exp(value)) for value in (middle - reach, middle, middle + reach)))
 
@@ -926,6 +950,7 @@ LAG_MIN_S = 0.002  # an event loop's timers are a millisecond coarse: less laten
 PAUSE_S, PAUSE_SHARE = 0.1, 0.03  # an event loop late by this much, and by this part of the level, was stopped
 CONNECT_SHARE = 0.2  # connect p90 as a share of TTFT p90
 NOTICED_S = 0.02  # nobody notices less of a wait, and loopback alone takes some of it
+FULL_CACHE = 0.9  # of the KV blocks at the peak: the next sequence may find none
 CACHE_POINTS = 0.10  # cached share differing by more than this between levels of one label
 SPLIT_SHARE = 0.5  # of the mean time to first token: the part that dominates it
 STEADY_SHOWN, DRAINING = 0.03, 0.05  # steady state against the wall figure: worth showing; bends scaling and knee
@@ -962,6 +987,8 @@ class Sign(NamedTuple):
 def near_linear(curve: Curve, level: Level) -> Sign | None:
     """Every level up to this one scales well, at a TPOT like the lowest level's."""
     lowest, index = curve.usable[0], curve.usable.index(level)
+    if curve.knee and level.c > curve.knee[0]:
+        return None
     known = [
         (curve.scaling(lower) or 0.0, slower.times)
         for lower in curve.usable[1 : index + 1]
@@ -1014,7 +1041,9 @@ def queueing(curve: Curve, level: Level) -> Sign | None:
     sampled, parts = any(count is not None for count in waits.values()), ttft_parts(level)
     # What a split leaves for the queue holds the server's other delays too, where the server saw nobody wait.
     queued = not sampled and parts.get("queue", 0.0) > SPLIT_SHARE * math.fsum(parts.values())
-    certain = above or any(waits.values()) or queued
+    # With a slot for each, requests wait for blocks of a full cache, or only for a turn of the prefill.
+    full = slots is None or (level.median("server.peak_cache_usage") or 0.0) >= FULL_CACHE
+    certain = above or bool(waits["deferred"]) or bool(waits["waiting"] and full) or queued
     unexplained = long_wait and outgrown and not sampled and (slots is None or above)
     if not (certain and (long_wait or outgrown)) and not unexplained:
         return None
@@ -1086,7 +1115,9 @@ def drifting(curve: Curve, level: Level) -> Sign | None:
     clock, heat = level.median("gpu.sm_clock_mhz_min"), level.median("gpu.temperature_c_max")
     best = max(other.median("gpu.sm_clock_mhz_min") or 0.0 for other in curve.usable)
     if (clock is not None and clock < SLOW_CLOCK * best) or (heat is not None and heat >= HOT_C):
-        text += f"; probably GPU throttling: up to {shown(heat, 0)} C, SM clock down to {shown(clock, 0)} MHz"
+        figures = ((heat, "up to {:.0f} C"), (clock, "SM clock down to {:.0f} MHz"))
+        told = ", ".join(words.format(figure) for figure, words in figures if figure is not None)
+        text += f"; probably GPU throttling: {told}"
     return Sign(text, {**values, "temperature_c_max": heat, "sm_clock_mhz_min": clock})
 
 
@@ -1211,7 +1242,8 @@ def connecting(curve: Curve, level: Level) -> Sign | None:
 
 def not_by_length(level: Level) -> tuple[int, str]:
     """(how many responses did not end by their length, by which reasons)."""
-    other = {name: count for name, count in level.tally("finish_reasons").items() if name != "length"}
+    known = {name: count for name, count in level.tally("finish_reasons").items() if name != "none"}  # none was sent
+    other = {name: count for name, count in known.items() if name != "length"}
     return sum(other.values()), ", ".join(f"{printable(name)} {count}" for name, count in sorted(other.items()))
 
 
@@ -1853,7 +1885,10 @@ def rule_sweep(audit: Audit) -> Found:
     whole = audit.baselines()
     mixed = [c for c in audit.curves.values() if any(level.setting("prompt_set") == "mixed" for level in c.levels)]
     levels = c_list(SWEEP_LEVELS)
-    items = [f"{as_word(c.label)} has no completed request at c={c_list(missing_levels(c))}" for c in mixed]
+    items = [
+        f"{as_word(c.label)} has no whole level with a completed request at c={c_list(missing_levels(c))}"
+        for c in mixed
+    ]
     items = items or [f"no label with prompt set mixed; levels c={levels} are needed"]
     return Found([], f"{as_word(whole[0].label)}: completed requests at c={levels}") if whole else Found(items)
 
@@ -1941,6 +1976,8 @@ def server_settings(level: Level) -> str | None:
 
 def token_counts(level: Level) -> str | None:
     kinds = {json.dumps(record.data.get("token_counts")) for record in level.runs if record.count("completed")}
+    if "null" in kinds:
+        return "from what tokens were counted is not recorded"
     return f"counted from {printable(', '.join(sorted(kinds)))}" if kinds - {'"usage"'} else None
 
 
@@ -1983,12 +2020,12 @@ def rule_dates(audit: Audit) -> Found:
     items = [
         f"{item} (a date or a duration was changed, or the clock was set)" for item in impossible_dates(audit.records)
     ]
-    return Found(items, "every run's dates leave room for its levels")
+    return Found(items, "no run's dates lack room for its levels")
 
 
 def rule_noise(audit: Audit) -> Found:
     items = [item for curve in audit.curves.values() for item in without_noise(curve)]
-    return Found(items, "every curve has the unevenness of a measurement")
+    return Found(items, "no curve of four levels is without noise")
 
 
 def rule_identified(audit: Audit) -> Found:
@@ -2000,19 +2037,24 @@ def rule_identified(audit: Audit) -> Found:
     return Found(items, f"{', '.join(IDENTIFYING)} are given everywhere")
 
 
+def searched(level: Level) -> bool:
+    """Whether a level was tried by --find-operating-point, which repeats only the one that it answers with."""
+    return any(run.data.get("searched") is True for run in level.runs)
+
+
 def rule_same_setup(audit: Audit) -> Found:
     """The levels of a label were measured on one setup, and as often as each other."""
     items = []
     for curve in audit.curves.values():
         texts = [*mixed_settings(curve), *(text for text in curve.remarks if text != VERSION_1_REMARK)]
         items += [f"{as_word(curve.label)}: {text}" for text in texts]
-        most = max((len(level.runs) for level in curve.levels), default=0)
+        most = max((len(level.runs) for level in curve.levels if not searched(level)), default=0)
         items += [
             f"{as_word(curve.label)} c={level.c}: {counted(len(level.runs), 'run')}, where other levels have {most}"
             for level in curve.levels
-            if len(level.runs) < most and not level.interrupted
+            if len(level.runs) < most and not level.interrupted and not searched(level)
         ]
-    return Found(items, "the levels of each label share one setup and one number of runs")
+    return Found(items, "no label's levels differ in setup or number of runs")
 
 
 def rule_second_engine(audit: Audit) -> Found:
@@ -2057,7 +2099,8 @@ def rule_raw(audit: Audit) -> Found:
             items += [f"{place(record)}: {difference}" for difference in raw_differences(record, requests)]
         elif record.schema > 1:
             absent.append(f"{place(record)}: no request of its run in {raw.path}")
-    for label, run, repeat, c in unused:
+    elsewhere = {(record.label, record.run, record.repeat, record.c) for record in audit.notebook.records}
+    for label, run, repeat, c in unused.keys() - elsewhere:
         held = f"{raw.path} holds run {printable(run)}, repeat {repeat}, which the notebook lacks"
         absent.append(f"{as_word(label)} c={c}: {held}")
     used = counted(len(raw.levels) - len(unused), "level record")
@@ -2072,7 +2115,7 @@ RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] 
     ("shared-cached", FAIL, FAIL, partial(cached_rule, "shared-prefix", lambda share: share > 0.5, "above 50 %")),
     ("unique-cached", FAIL, FAIL, partial(cached_rule, "unique-prefix", lambda share: share < 0.1, "below 10 %")),
     ("consistent", FAIL, FAIL, rule_consistent),
-    ("digits", WARN, WARN, partial(each_record, missing_digits, "every line has the digits that load_test.py writes")),
+    ("digits", WARN, WARN, partial(each_record, missing_digits, "no line lacks digits that load_test.py writes")),
     ("dates", WARN, WARN, rule_dates),
     ("noise", WARN, WARN, rule_noise),
     (
@@ -2087,18 +2130,23 @@ RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] 
         FAIL,
         partial(each_level, lambda level: failures(level) if level.total("failed") else None, "none"),
     ),
-    ("tokens-from-usage", WARN, FAIL, partial(each_level, token_counts, "every level counts tokens from usage")),
-    ("finish", None, WARN, partial(each_level, finish, "every answer ran to its length")),
-    ("in-flight", None, FAIL, partial(each_level, few_in_flight, "in flight close to c")),
-    ("server-settings", WARN, FAIL, partial(each_level, server_settings, "the server reports what the records say")),
+    (
+        "tokens-from-usage",
+        WARN,
+        FAIL,
+        partial(each_level, token_counts, "no level counts tokens from anything but usage"),
+    ),
+    ("finish", None, WARN, partial(each_level, finish, "no answer is recorded to have ended early")),
+    ("in-flight", None, FAIL, partial(each_level, few_in_flight, "no level's in flight is well below c")),
+    ("server-settings", WARN, FAIL, partial(each_level, server_settings, "no server reports other slots or context")),
     ("identified", WARN, WARN, rule_identified),
     ("same-setup", WARN, WARN, rule_same_setup),
-    ("cached-count", WARN, WARN, partial(each_level, shared_without_count, "every shared-prefix level has a count")),
-    ("cached-counter", WARN, WARN, partial(each_level, server_cached, "responses and the server's counter agree")),
+    ("cached-count", WARN, WARN, partial(each_level, shared_without_count, "no shared-prefix level lacks a count")),
+    ("cached-counter", WARN, WARN, partial(each_level, server_cached, "no server counter disagrees")),
     ("second-engine", WARN, None, rule_second_engine),
     ("variants", WARN, None, rule_variants),
     ("client-bound", WARN, WARN, partial(each_level, client_evidence, "no level shows the client as the limit")),
-    ("coalesced", WARN, WARN, partial(each_level, held_back, "no response was held back by a buffering proxy")),
+    ("coalesced", WARN, WARN, partial(each_level, held_back, "no level reports a response held back by a proxy")),
     (
         "interrupted",
         WARN,
@@ -2107,7 +2155,7 @@ RULES: tuple[tuple[str, str | None, str | None, Callable[[Audit], Found]], ...] 
             each_level, lambda level: "interrupted" if level.interrupted else None, "no level has only interrupted runs"
         ),
     ),
-    ("rounds", WARN, WARN, partial(each_level, few_rounds, "every level has at least 2 rounds (requests / c)")),
+    ("rounds", WARN, WARN, partial(each_level, few_rounds, "no level of fewer than 2 rounds (requests / c)")),
     ("curve-summary", WARN, None, rule_summary),
     (
         "format-version",
@@ -2166,9 +2214,9 @@ def curve_document(curve: Curve, notebook: Notebook | None = None) -> dict[str, 
     chunk_gap_s, output_tokens_per_request: {min, p50, p90, p95, p99, max, mean} of medians, or null; cached_share (0
     to 1); finish_reasons, errors, models {name: median count}; token_counts, by_turn, first_error: as the last run
     recorded them; server, client, ttft_split_s, drift, gpu: medians of the numbers in them, or null; scaling;
-    decode_bound_output_tokens_per_s: n / (a + b n), n = min(c, slots); in_fit; slo {ttft_s, tpot_s} recorded with
-    the level; meets_objective (null where it cannot be told); ranges {path: [lowest, highest]} where repeated;
-    run_ids; lines (in the notebook); recorded_at; schema} ·
+    decode_bound_output_tokens_per_s: n / (a + b n), n = min(c, slots); in_fit; slo {ttft_s, tpot_s} and
+    server_slots recorded with the level; meets_objective (null where it cannot be told); ranges {path: [lowest,
+    highest]} where repeated; run_ids; lines (in the notebook); recorded_at; schema} ·
     fit {a_ms, b_ms, largest_residual (a share), b_interval_ms [low, high] or null, levels, ceiling_tokens_per_s,
     ceiling_note, c_at_slo, c_at_slo_note} or null · knee {between [c, c] or null} · operating_point (c or null) ·
     peak {c, output_tokens_per_s} or null ·
@@ -2239,6 +2287,7 @@ def level_document(curve: Curve, level: Level) -> dict[str, Any]:
         "decode_bound_output_tokens_per_s": curve.decode_bound(level.c),
         "in_fit": curve.fit is not None and level in curve.usable and level.c in curve.fit.levels,
         "slo": {name: level.setting(f"slo_{name}") for name in ("ttft_s", "tpot_s")},
+        "server_slots": level.setting("server_slots"),
         "meets_objective": None if misses is None else not misses,
         "ranges": {path: list(limits) for path in RANGED if (limits := level.range(path))},
         "run_ids": list(dict.fromkeys(record.run for record in level.runs)),
@@ -2276,8 +2325,7 @@ def fit_document(curve: Curve) -> dict[str, Any] | None:
     only_slots = f"not reached: only {counted(slots or 0, 'slot')} decode together"
     ceiling, at = fit.ceiling, fit.c_at(slo)
     if ceiling is None:
-        missed = f"its growth does not show: the fit misses a level by {fit.largest_residual:.1%}"
-        ceiling_note = at_note = missed if fit.b_ms > 0 else "b is not above 0"
+        ceiling_note = at_note = fit.no_growth
     else:
         ceiling_note = measured_to + (f"; {only_slots}" if slots else "")
         beyond = at is not None and not fit.levels[0] <= at <= fit.levels[-1]
@@ -2306,8 +2354,11 @@ def answer(curve: Curve) -> dict[str, Any]:
     rate, above = level.median("output_tokens_per_s") if level else None, False
     if not any(one.median("completed") for one in tried):
         text = "No whole level has a completed request: the curve answers nothing."
-    elif level is None and not outside:
+    elif not any(one.setting("slo_ttft_s") is not None and one.setting("slo_tpot_s") is not None for one in tried):
         text = "No SLO is recorded with the levels, so none can be said to stay inside it (--slo-ttft, --slo-tpot)."
+    elif level is None and not outside:
+        reasons = ", ".join(f"c={one.c} {one.left_out or 'has no TTFT, or only a part of an SLO'}" for one in tried)
+        text = f"No level can be judged against its SLO: {reasons}."
     elif level is None:
         lowest = outside[0]
         misses = " and ".join(lowest.slo_misses or [])
@@ -2324,11 +2375,13 @@ def answer(curve: Curve) -> dict[str, Any]:
         if above:
             text += f"; {higher[0].c} is outside ({' and '.join(higher[0].slo_misses or [])})"
         else:
-            highest = "the highest level measured" if level is tried[-1] else "the highest with a verdict"
+            highest = "the highest level measured" if level is curve.levels[-1] else "the highest that can be judged"
             text += f"; {level.c} is {highest}, so this is a lower bound"
         text += f"; yet c={c_list(lower)} was outside" if lower else ""
-        inside = sum(Level(level.c, (run,)).slo_misses == [] for run in level.runs)
-        runs = "1 run: run-to-run variance unknown" if len(level.runs) == 1 else f"{inside} of {len(level.runs)} runs"
+        missed = sum(Level(level.c, (run,)).slo_misses != [] for run in level.runs)
+        runs = "1 run: run-to-run variance unknown"
+        if len(level.runs) > 1:
+            runs = f"{len(level.runs)} runs of that level{f', {missed} of them outside' if missed else ''}"
         text += f" ({runs})."
     return {
         "text": text,
@@ -2433,10 +2486,15 @@ def ratio_text(row: Document) -> str:
     rate = row["output_tokens_per_s"]
     runs = f"{rate['a_runs']} against {counted(rate['b_runs'], 'run')}"
     if rate["different"] is None:
-        return f"at c={row['c']}: B/A {shown(rate['ratio'], 2)} ({runs}): no verdict, each side needs two runs"
+        enough = min(rate["a_runs"], rate["b_runs"]) > 1
+        why = "the runs do not vary, or one is 0" if enough else "each side needs two runs"
+        return f"at c={row['c']}: B/A {shown(rate['ratio'], 2)} ({runs}): no verdict, {why}"
+    digits = 2  # more where two hide what the verdict rests on
+    while rate["different"] and digits < 6 and any(round(rate[end], digits) == 1.0 for end in ("low", "high")):
+        digits += 1
+    ratio, low, high = (f"{rate[name]:.{digits}f}" for name in ("ratio", "low", "high"))
     verdict = "different" if rate["different"] else "no difference shown"
-    limits = f"95 % {rate['low']:.2f} to {rate['high']:.2f}"
-    return f"at c={row['c']}: throughput B/A {rate['ratio']:.2f} ({limits}, {runs}): {verdict}"
+    return f"at c={row['c']}: throughput (geometric means) B/A {ratio} (95 % {low} to {high}, {runs}): {verdict}"
 
 
 def levels_of(curve: Curve, records: Sequence[Record]) -> dict[str, Any]:
@@ -2689,20 +2747,21 @@ def bar_lines(doc: Document, colour: bool) -> list[str]:
 
 def derived_lines(doc: Document) -> list[str]:
     """Knee, fit and operating point in the wording that people grep for."""
-    rated = [
-        level["c"] for level in doc["levels"] if not level["left_out"] and level["output_tokens_per_s"] is not None
-    ]
+    rates = [(level["c"], level["output_tokens_per_s"]) for level in doc["levels"] if not level["left_out"]]
+    rated = [(c, rate) for c, rate in rates if rate is not None]
     between, point = doc["knee"]["between"], doc["operating_point"]
-    if len(rated) < 2:
-        knee = "knee: not enough points (it needs two levels with a completed request)"
+    if len(rated) < 2 or rated[0][1] <= 0:
+        knee = "knee: not enough points (it needs two levels with a completed request and a throughput)"
     elif between is None:
-        knee = f"knee: not reached up to c={rated[-1]}"
+        knee = f"knee: not reached up to c={rated[-1][0]}"
     else:
         knee = f"knee: between c={between[0]} and c={between[1]}"
     if point is not None:
         operating = f"c={point} (highest with no failure, both p90s inside its SLO)"
-    elif all(level["meets_objective"] is None for level in doc["levels"]):
+    elif not any(level["slo"]["ttft_s"] is not None and level["slo"]["tpot_s"] is not None for level in doc["levels"]):
         operating = "none, no SLO is recorded"
+    elif all(level["meets_objective"] is None for level in doc["levels"]):
+        operating = "none (no level can be judged against its SLO)"
     else:
         operating = "none (no level is without failure and inside its SLO)"
     return [knee, *fit_lines(doc), f"operating point: {operating}"]
@@ -2739,7 +2798,8 @@ def fit_lines(doc: Document) -> list[str]:
     for level in doc["levels"]:
         if not level["left_out"]:
             bound, rate = level["decode_bound_output_tokens_per_s"], level["output_tokens_per_s"]
-            only = f" ({counted(slots, 'slot')} decode together)" if slots and level["c"] > slots else ""
+            own = level["server_slots"]
+            only = f" ({counted(own, 'slot')} decode together)" if own and level["c"] > own else ""
             lines.append(f"  c={level['c']}: {shown(bound, 1)} tok/s, measured {shown(rate, 1)}{only}")
     return lines
 
@@ -2811,8 +2871,9 @@ def compare_text(doc: Document, markdown: bool) -> str:
     table = [["c", "A tok/s", "B tok/s", "B/A", *(f"{column.heading} A / B" for column in columns)]]
     for row in doc["levels"]:
         rate = row["output_tokens_per_s"]
+        ratio = rate["b"] / rate["a"] if rate["a"] and rate["b"] is not None else None
         pairs = (" / ".join(shown(row[column.path][side], column.decimals) for side in "ab") for column in columns)
-        table.append([str(row["c"]), shown(rate["a"], 1), shown(rate["b"], 1), shown(rate["ratio"], 2), *pairs])
+        table.append([str(row["c"]), shown(rate["a"], 1), shown(rate["b"], 1), shown(ratio, 2), *pairs])
     heads = [f"{side.upper()} = {heading_lines(doc[side])[0]}" for side in "ab"]
     notes = [item["text"] for item in doc["statements"]]
     if markdown:

@@ -1,7 +1,6 @@
 """How long `summarise_load.py --check` takes over a class: 200 notebooks of 30 lines in one call, its time and memory.
 
 Run by hand: python3 tests/bench_check.py [NOTEBOOKS]. No bound is asserted: figures of a machine are no test.
-Measured on 2 cores of an AMD EPYC under load, Python 3.11: see the last lines that it prints.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from honest_levels import LEVELS, Load, decimals, level_record, simulate, sl
+from honest_levels import LEVELS, Load, decimals, level_record, simulate
+
+import summarise_load as sl
 
 LABELS = ("llama-baseline", "vllm-baseline", *sl.VARIANT_LABELS)
 

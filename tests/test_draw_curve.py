@@ -33,6 +33,8 @@ def level(c: int, tokens: float, ttft: float = 0.2, tpot: float = 0.02) -> dict[
         "left_out": None,
         "interrupted": False,
         "meets_objective": True,
+        "server_slots": 20,
+        "slo": {"ttft_s": 2.0, "tpot_s": 0.1},
         "requests": 40,
         "completed": 40,
         "output_tokens_per_s": tokens,

@@ -140,7 +140,7 @@ def test_what_has_no_line_says_so(
     )
 
 
-NO_SLO = {"slo_ttft_s": None, "slo_tpot_s": None}
+NO_SLO: dict[str, Any] = {"slo_ttft_s": None, "slo_tpot_s": None}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_version_1_reads_lists_compares_and_checks(book: Book) -> None:
     pair = book.run("--compare", "llama-prefix-unique", "llama-prefix-shared", *at)
     assert "1.37" in pair.stdout and pair.stdout.count("format version 1") == 1
     result = book.run("--check", *at)
-    assert result.returncode == 0 and result.stdout.endswith("20 pass, 2 warn, 0 fail\n")
+    assert result.returncode == 0 and result.stdout.endswith("22 pass, 2 warn, 0 fail\n")
 
 
 def test_the_same_lines_with_a_schema_check_the_same(book: Book) -> None:
@@ -333,7 +333,7 @@ SHARED, UNIQUE, SLOTS8 = "llama-prefix-shared", "llama-prefix-unique", "llama-sl
 @pytest.mark.parametrize(
     ("rule", "status", "edit", "named"),
     [
-        ("sweep", "FAIL", drop("llama-baseline", "vllm-baseline", c=5), "no completed request at c=5"),
+        ("sweep", "FAIL", drop("llama-baseline", "vllm-baseline", c=5), "a completed request at c=5"),
         ("sweep", "PASS", drop("llama-baseline", c=5), "vllm-baseline"),
         ("prefix-pair", "FAIL", drop(SHARED), "llama-prefix-unique has no shared-prefix partner"),
         ("prefix-pair", "FAIL", drop(UNIQUE), "llama-prefix-shared has no unique-prefix control"),
@@ -389,7 +389,9 @@ def test_a_level_with_fewer_repeats_and_a_copied_repeat_are_told(book: Book) -> 
     assert "WARN  same-setup: llama-baseline c=10: 2 runs, where other levels have 3" in text
     copied = [{**levels[0], "repeat": 2} if one is levels[8] else one for one in levels]
     text = book.write(copied).run("--check").stdout
-    assert re.search(r"FAIL  consistent: llama-baseline c=1: lines \d+ and \d+ are different runs or repeats", text)
+    assert re.search(
+        r"FAIL  consistent: line \d+, llama-baseline c=1 and line \d+, llama-baseline c=1 are different runs", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -465,9 +467,10 @@ def test_several_notebooks_get_a_table(book: Book, tmp_path: Path) -> None:
     result = book.run("--check", "class")
     assert result.returncode == 1
     table = result.stdout.split("\n\n")[0].splitlines()
-    assert table[0].split()[:4] == ["verdict", "pass", "warn", "fail"] and len(table) == 3
-    assert table[1].startswith("FAIL") and "class/deep/bad.md: llama-baseline (20, 5-10, " in table[1]
-    assert "failed: prefix-pair, shared-cached, unique-cached" in table[1] and table[2].startswith("WARN")
+    assert table[0].split()[:2] == ["notebook", "verdict"] and len(table) == 4
+    assert table[1].split()[:4] == ["class/deep/bad.md", "FAIL", "c=20", "5-10"]
+    assert table[1].split()[6:] == ["llama-baseline", "prefix-pair", "shared-cached", "unique-cached"]
+    assert table[2].split()[:2] == ["class/good.md", "WARN"] and table[3].split()[-1] == "vllm-baseline"
     assert result.stdout.count("==> ") == 1 and book.run("--check", "class", "--details").stdout.count("==> ") == 2
     assert book.run("--check", "class/good.md", "class/good.md").returncode == 0, "one file, named twice"
     unread = book.run("--check", "class/good.md", "nowhere.md", "class/deep/bad.md")

@@ -133,7 +133,7 @@ def test_no_ceiling_rests_on_a_fit_that_misses_a_level_by_more_than_its_growth()
     flat = [exact(c, t, 0) for c, t in zip(LEVELS, (20.0, 20.3, 20.1, 20.4))]
     document = sl.curve_document(curve_of(*flat))
     assert document["fit"]["ceiling_tokens_per_s"] is None and document["fit"]["c_at_slo"] is None
-    assert "its growth does not show" in document["fit"]["ceiling_note"]
+    assert document["fit"]["ceiling_note"] == "b's 95 % interval includes 0"
     two = sl.fit_line([(1, 20.0), (20, 20.5)])
     assert two is not None and two.ceiling is None, "two runs of one setup differ by as much"
     bent = sl.fit_line([(1, 40.0), (5, 21.0), (10, 30.0), (20, 50.0)])
@@ -208,8 +208,8 @@ def test_the_operating_point_is_the_highest_inside_its_own_slo(changes: dict[int
         ([exact(1), exact(5, failed=2), exact(10)], ["At least 10 requests", "yet c=5 was outside"], True),
         ([exact(1), exact(5, completed=0, failed=40)], ["Up to 1 request in flight stays", "(40 failed"], False),
         ([exact(1), exact(5, interrupted=True)], ["At least 1 request"], True),
-        ([exact(c, repeat=r) for c in (1, 5) for r in range(3)], ["(3 of 3 runs)"], True),
-        ([exact(5, repeat=r, ttft_s={"p90": ttft}) for r, ttft in enumerate((0.1, 0.1, 9.0))], ["(2 of 3 runs)"], True),
+        ([exact(c, repeat=r) for c in (1, 5) for r in range(3)], ["(3 runs of that level)"], True),
+        ([exact(5, repeat=r, ttft_s={"p90": t}) for r, t in enumerate((0.1, 0.1, 9.0))], ["1 of them outside"], True),
         ([exact(1, slo_ttft_s=None), exact(5, slo_tpot_s=0.001)], ["No level measured with an SLO stays"], None),
         ([exact(1, slo_tpot_s=None)], ["No SLO is recorded"], None),
         ([exact(1, slo_tpot_s=0.001)], ["No level measured stays inside", "at c=1 TPOT p90 21.5 ms"], None),
@@ -292,6 +292,5 @@ def test_no_interval_without_two_positive_runs_a_side(a: list[float], b: list[fl
     assert sl.ratio_interval(a, b) is None
 
 
-def test_runs_without_any_spread_differ_only_where_they_differ() -> None:
-    same, other = sl.ratio_interval([2.0, 2.0], [2.0, 2.0]), sl.ratio_interval([2.0, 2.0], [3.0, 3.0])
-    assert same is not None and not same.different and other is not None and other.different
+def test_runs_without_any_spread_allow_no_verdict() -> None:
+    assert sl.ratio_interval([2.0, 2.0], [2.0, 2.0]) is None and sl.ratio_interval([2.0, 2.0], [3.0, 3.0]) is None

@@ -113,7 +113,7 @@ def test_copies_are_judged_by_run_and_by_how_much_they_show() -> None:
     one = honest_record(run_id="a", repeat=0)
     for changes in ({"run_id": "b"}, {"repeat": 1}, {"run_id": "b", "wall_s": 1.1, "output_tokens_per_s": 1.0}):
         found = sl.copied_latencies([as_read(one, 3), as_read({**one, **changes}, 9)])
-        assert len(found) == 1 and "lines 3 and 9" in found[0] and "c=10" in found[0], changes
+        assert len(found) == 1 and "line 9, " in found[0] and "line 3, " in found[0] and "c=10" in found[0], changes
     few = [as_read({**one, "completed": 4, "run_id": name}) for name in "ab"]
     assert sl.copied_latencies(few) == []
     nothing = {**one, "ttft_s": None, "tpot_s": None, "e2e_s": None}
