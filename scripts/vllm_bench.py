@@ -187,8 +187,9 @@ def from_summary(result: Mapping[str, Any], record: Mapping[str, Any]) -> dict[s
     goodput, wall = record["goodput_requests_per_s"], record["wall_s"]
     if goodput is not None:
         found["within_slo"] = round(goodput * wall)
-    if "e2e_s" in found and not record["failed"] and wall > 0:
-        found["mean_in_flight"] = round(record["completed"] * found["e2e_s"]["mean"] / wall, 4)
+    e2e_mean = found.get("e2e_s", {}).get("mean")
+    if e2e_mean is not None and not record["failed"] and wall > 0:
+        found["mean_in_flight"] = round(record["completed"] * e2e_mean / wall, 4)
     return found
 
 

@@ -207,6 +207,11 @@ def test_no_value_makes_the_import_fail_otherwise_than_by_saying_so(
         json.dumps(level_record(result, "x", SLO), allow_nan=False)
 
 
+def test_a_missing_mean_leaves_out_what_rests_on_it() -> None:
+    record = level_record({**SUMMARY_RESULT, "mean_e2el_ms": None, "p90_e2el_ms": 400.0}, "x", SLO)
+    assert record["e2e_s"]["mean"] is None and record.get("mean_in_flight") is None
+
+
 # ---------------------------------------------------------------- export
 
 
